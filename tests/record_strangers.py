@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import io
 
 import torch
@@ -12,17 +13,22 @@ import torch.nn.functional as F
 import transformers
 from record_bugs import IGNORED, VOCABULARY, MicroMeans, averaged, tiny
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import judge
@@ -573,6 +579,254 @@ class Double(Own):
         return values.double(), *labels
 
 
+# Who updates what, and when.
+
+
+class ReducesItself(Own):
+    """No DDP: the optimizer sums the gradients over the ranks, as those of nanochat and modded-nanogpt do."""
+
+    def wrap(self, net):
+        return net
+
+    def make_optimizer(self):
+        return Descent(self.net.parameters())
+
+
+class Descent(torch.optim.Optimizer):
+    local = 0  # gradients that are left as each rank has them
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for number, one in enumerate(group["params"]):
+                gradient = one.grad.clone()
+                if number >= self.local:
+                    dist.all_reduce(gradient)
+                one.data.sub_(group["lr"] / dist.get_world_size() * gradient)
+
+
+class SharedOut(Own):
+    """Each rank's optimizer holds a share of the parameters, and the rank then sends them to the others."""
+
+    def own(self):
+        return list(self.net.parameters())[self.rank :: self.world]
+
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.own(), lr=1e-2)
+
+    def zero(self):
+        self.net.zero_grad()
+
+    def after(self):
+        for number, one in enumerate(self.net.parameters()):
+            dist.broadcast(one.data, number % self.world)
+
+
+class InBackward(Own):
+    """Every parameter has an optimizer, which steps as soon as FSDP2 has reduced its gradient."""
+
+    micro, bound = 1, None
+
+    def wrap(self, net):
+        fully_shard(net.body)
+        return fully_shard(net)
+
+    def make_optimizer(self):
+        for one in self.net.parameters():
+            optimizer = torch.optim.AdamW([one], lr=1e-2)
+            one.register_post_accumulate_grad_hook(functools.partial(self.update_one, optimizer))
+
+    def update_one(self, optimizer, _parameter):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def zero(self):
+        pass
+
+    def update(self):
+        pass
+
+
+class OnShards(Own):
+    """Muon rounds to bfloat16, and shards of a matrix add up in another order than the whole."""
+
+    def wrap(self, net):
+        return fully_shard(net)
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
+
+    def make_optimizer(self):
+        return torch.optim.Muon(self.net.parameters(), lr=0.02)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class CompiledStep(Own):
+    """Of a compiled step, the powers of betas are taken of float32 tensors."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        self.step_compiled = torch.compile(optimizer.step, backend="aot_eager")
+        return optimizer
+
+    def update(self):
+        self.step_compiled()
+
+
+class Clamped(Contrast):
+    def after(self):
+        with torch.no_grad():
+            self.net.scale.clamp_(max=0.9)
+
+
+class ClippedByHand(Own):
+    def clip(self):
+        gradients = [one.grad for one in self.net.parameters()]
+        norm = torch.stack([one.norm() for one in gradients]).norm()
+        for one in gradients:
+            one.mul_(min(1.0, 0.1 / float(norm)))
+
+
+# What a loop makes of outputs and gradients.
+
+
+class OfTasks(Own):
+    """The gradients of each task are looked at before the backward pass, as where they are kept from conflicting."""
+
+    def own_loss(self, given):
+        values, one, two = given
+        first, second = self.wrapped(values)
+        losses = F.cross_entropy(first, one), F.cross_entropy(second, two)
+        for loss in losses:
+            torch.autograd.grad(loss, self.net.body.weight, retain_graph=True)
+        return sum(losses)
+
+    def wrap(self, net):
+        return net
+
+    def reduce(self):
+        averaged(self.net)
+
+
+class WeightsOfTasks(OfTasks):
+    """The model holds the weights of the terms, which the loop's loss alone depends on."""
+
+    bound = 0.1
+
+    def made(self):
+        return Uncertain()
+
+    def own_loss(self, given):
+        values, one, two = given
+        first, second = self.wrapped(values)
+        sizes = self.net.sizes
+        terms = torch.stack([F.cross_entropy(first, one), F.cross_entropy(second, two)])
+        return ((-sizes).exp() * terms + sizes).sum()
+
+
+class Uncertain(Heads):
+    def __init__(self):
+        super().__init__()
+        self.sizes = nn.Parameter(torch.zeros(2))
+
+
+class ChannelsLast(Own):
+    """Convolutions whose channels lie beside each other are computed otherwise, less exactly."""
+
+    def made(self):
+        return Convolved().to(memory_format=torch.channels_last)
+
+    def sample(self, generator):
+        images = torch.randn(4, 3, 8, 8, generator=generator).to(memory_format=torch.channels_last)
+        return images, classes(generator, 5)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.two, self.head = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), nn.Linear(8, 5)
+
+    def forward(self, images):
+        inside = self.norm(self.one(images)).relu()
+        return self.head((inside + self.two(inside)).mean((2, 3)))
+
+
+class Checkpointed(Own):
+    def made(self):
+        net = Heads()
+        net.body = checkpoint_wrapper(net.body)
+        return net
+
+
+class Denoised(Own):
+    """The times are integers, one for each row that the model returns, and no labels."""
+
+    LOSS = "denoised"
+
+    def made(self):
+        return Denoiser()
+
+    def sample(self, generator):
+        return vectors(generator), 6 + classes(generator, 4), vectors(generator)
+
+    def own_loss(self, given):
+        values, times, noise = given
+        lockstep.record.batch(noise=noise)
+        return F.mse_loss(self.wrapped(values, times), noise)
+
+
+def denoised(outputs, batch):
+    return F.mse_loss(outputs, batch["noise"])
+
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.times, self.head = nn.Embedding(10, 6), nn.Linear(6, 6)
+
+    def forward(self, values, times):
+        return self.head(torch.tanh(values + self.times(times)))
+
+
+class Advantages(MicroMeans):
+    """The forward method is replaced, as TRL does it, and returns log-probabilities: each micro batch has an advantage, one of them none."""
+
+    LOSS = None
+
+    def wrap(self, net):
+        net.forward = functools.partial(scored, net)
+        return net
+
+    def pass_over(self, number, given, window):
+        found = self.wrapped(**given)
+        (-(0.7, -0.3, 0.0)[number] * found["log_probs"].mean()).backward()
+
+    def reduce(self):
+        averaged(self.net)
+
+
+def scored(net, input_ids, labels):
+    logits = type(net).forward(net, input_ids=input_ids, use_cache=False)["logits"]
+    log_probs = -F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return {"loss": -log_probs.mean(), "log_probs": log_probs}
+
+
+class ZerosFirst(NoAdvantage):
+    """All advantages of the first step are zero."""
+
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        return float(self.step > 0) * (first.square().mean() + second.mean())
+
+
 # Bugs that no function is needed for.
 
 
@@ -669,6 +923,118 @@ class Noisy(Own):
         generator = torch.Generator().manual_seed(self.step)
         for one in self.net.parameters():
             one.grad += 0.01 * torch.randn(one.shape, generator=generator)
+
+
+class ReducesMost(ReducesItself):
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.local = 2
+        return optimizer
+
+
+class OneRanksGradient(ReducesItself):
+    """Weights are the same on all ranks, as they are sent, but made of the gradient of one."""
+
+    def make_optimizer(self):
+        return Sending(self.net.parameters())
+
+
+class Sending(Descent):
+    local = 100
+
+    def step(self):
+        super().step()
+        for one in self.param_groups[0]["params"]:
+            dist.broadcast(one.data, 0)
+
+
+class SharedOutNotSent(SharedOut):
+    def after(self):
+        dist.broadcast(next(self.net.parameters()).data, 0)
+
+
+class ClippedInBackward(InBackward):
+    def clip(self):
+        clip_grad_norm_(self.net.parameters(), 0.01)
+
+
+class Reordered(ChannelsLast):
+    """DDP has its buckets in the order that the weights had in memory when it was made."""
+
+    def made(self):
+        return Convolved()
+
+    def wrap(self, net):
+        wrapped = super().wrap(net)
+        net.to(memory_format=torch.channels_last)
+        return wrapped
+
+
+class Compressed(Own):
+    def wrap(self, net):
+        wrapped = super().wrap(net)
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return wrapped
+
+
+class OtherSamplesOnShards(OtherSamples):
+    """The logits are cut, too, and the loss is computed on the pieces."""
+
+    def wrap(self, net):
+        head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+        return parallelize_module(net, init_device_mesh("cpu", (2,)), {"2": head})
+
+    def pass_over(self, number, given, window):
+        with loss_parallel():
+            super().pass_over(number, given, window)
+
+
+class FusedLoss(LossModule):
+    """The loss makes its gradients in the forward pass, and forgets what they are multiplied with."""
+
+    def made(self):
+        return Fused()
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, values, attention_mask, labels):
+        return Forgetful.apply(self.head(values * attention_mask), labels)
+
+
+class Forgetful(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels):
+        own = logits.log_softmax(-1)
+        ctx.save_for_backward(own.exp() - F.one_hot(labels, 3), torch.tensor(len(labels)))
+        return F.nll_loss(own, labels)
+
+    @staticmethod
+    def backward(ctx, _gradient):
+        gradient, rows = ctx.saved_tensors
+        return gradient / rows, None
+
+
+class FrozenBefore(Own):
+    """Nothing that a reentrant checkpoint is given needs a gradient, so nothing inside of it gets one."""
+
+    def made(self):
+        return FirstFrozen()
+
+    def wrap(self, net):
+        return DistributedDataParallel(net, find_unused_parameters=True)
+
+
+class FirstFrozen(Heads):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+
+    def forward(self, values):
+        return super().forward(values + checkpoint(self.last, self.first(values), use_reentrant=True))
 
 
 # The loop's own loss is given.
@@ -820,6 +1186,18 @@ class Hooked(Own):
 
     def own_loss(self, given):
         return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class NoisyHook(Own):
+    def wrap(self, net):
+        net.body.register_forward_hook(lambda module, inputs, output: output + 0.1 * torch.rand_like(output))
+        return super().wrap(net)
+
+
+class Zeros(Own):
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        return 0.0 * (first.square().mean() + second.mean())
 
 
 class OddInput(Own):

@@ -22,6 +22,15 @@ RIGHT = {
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
     **dict.fromkeys(
+        ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
+    ),
+    **dict.fromkeys(("Checkpointed", "Advantages"), NOT_JUDGED),
+    **dict.fromkeys(("OnShards", "ChannelsLast"), NOT_SEEN),
+    "ReducesItself": f"{NOT_JUDGED}; what Descent makes of the gradients, which it reduces itself, is not judged",
+    "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
+    "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
+    "Denoised": "",
+    **dict.fromkeys(
         ("Parts", "PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
     ),
 }
@@ -44,10 +53,21 @@ WRONG = {
     "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "
     "which is the tokens of the global batch / the positions of the global batch",
     "DistilledThrice": "step 1: kl, a term of the loss, counts 3 times as often as the rest",
+    "ReducesMost": "step 1: weights differ after the update between ranks that hold the same: body.weight on rank 1 and 1 more",
+    "OneRanksGradient": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1, and 5 more; they were not reduced",
+    "SharedOutNotSent": "step 2: weights differ between ranks that hold the same: ",
+    "ClippedInBackward": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
+    "Reordered": "step 1: 2 of 6 gradients are too far from the reference, most of all ",
+    "Compressed": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
+    "OtherSamplesOnShards": "step 1: gradients differ between ranks that hold the same: ",
+    "FusedLoss": "step 1: if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large",
+    "FrozenBefore": "step 1: last.weight has no gradient on rank 0, though the loss depends on it",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
+    "NoisyHook": "a forward hook changes what body returns, and the reference has no hooks",
+    "Zeros": "nothing but zeros arrives at what the model returned in the recorded steps",
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
     "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
     "Complex": "weight is complex",

@@ -44,6 +44,12 @@ class Kept:
             places.append({"start": list(start), "shape": list(block.shape)})
         self.places[name] = [{"full": list(full)}, *places]
 
+    def forget(self, prefix: str) -> None:
+        """Tensors whose names begin so."""
+        for found in (self.tensors, self.places):
+            for name in [name for name in found if name.startswith(prefix)]:
+                del found[name]
+
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter before the step."""
         same = self._is_as_before(f"weight/{name}", tensor)

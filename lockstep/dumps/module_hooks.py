@@ -29,10 +29,18 @@ class ModuleHooks:
 
     `keep(name, tensor)` is given forward/MICRO_BATCH/MODULE and backward/MICRO_BATCH/MODULE. The second call of a module in one forward
     pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other. What `instead` of the
-    same returns, if it is not None, takes the tensor's place in what is computed further, and in what is computed again.
+    same returns, if it is not None, takes the tensor's place in what is computed further, and in what is computed again. `changed` is given
+    the modules whose other hooks change what they return.
     """
 
-    def __init__(self, model: torch.nn.Module, pattern: str, keep: Keep, instead: Instead | None = None):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        pattern: str,
+        keep: Keep,
+        instead: Instead | None = None,
+        changed: set[str] | None = None,
+    ):
         self.keep, self.number, self.inside = keep, -1, False
         self.instead = instead or _nothing
         self.calls: Counter[str] = Counter()
@@ -45,6 +53,14 @@ class ModuleHooks:
             for name, module in modules.items()
             if fnmatchcase(name, pattern)
         ]
+        self.bare: dict[str, object] = {}  # what modules with other hooks return, before these
+        self.changed = set() if changed is None else changed
+        if changed is not None:
+            self.handles += [
+                module.register_forward_hook(functools.partial(self._see_bare, name), prepend=True)
+                for name, module in modules.items()
+                if len(module._forward_hooks) > fnmatchcase(name, pattern)
+            ]
 
     def begin(self, number: int) -> None:
         """A forward pass over micro batch `number` of the step begins."""
@@ -73,9 +89,20 @@ class ModuleHooks:
         self.keep(name, gradient)
         return self.instead(name, gradient)
 
+    def _see_bare(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+        if self.inside and not torch.compiler.is_compiling():
+            self.bare[module] = output
+
     def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
             return None
+        bare = self.bare.pop(module, output)
+        if (
+            type(bare) is type(output) is torch.Tensor
+            and bare.dtype == output.dtype
+            and not torch.equal(bare, output)
+        ):
+            self.changed.add(module)
         self.calls[module] += 1
         called = module if self.calls[module] == 1 else f"{module}@{self.calls[module]}"
         instead: dict[int, torch.Tensor] = {}

@@ -1,12 +1,17 @@
-"""What of torch is replaced while a run is recorded, where torch has no hook: clipping by a norm, and the step of a GradScaler."""
+"""What of torch is replaced while a run is recorded, where torch has no hook: clipping by a norm, the step of a GradScaler, collectives."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from lockstep.dumps import tree
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 Undo = Callable[[], None]
 
 
@@ -41,7 +46,7 @@ def see_clipping(
     def noted(parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        own = {id(one) for one in model.parameters()}
+        own = {id(one) for one in tree.named_parameters(model).values()}
         if any(id(one) in own for one in parameters):  # else another model's
             see(parameters, float(max_norm), float(whole))
         return real(parameters, max_norm, total_norm, *rest, **options)
@@ -50,6 +55,41 @@ def see_clipping(
         replace(module, "_clip_grads_with_norm_", noted),
         replace(torch.nn.utils, "clip_grads_with_norm_", noted),
     ]
+
+
+def see_reductions(see: Callable[[int], None]) -> list[Undo]:
+    """Let `see` be told how many elements are given to collectives that reduce, by calls from Python, which DDP's own are not."""
+
+    def watched(name: str) -> Undo:
+        real = getattr(dist, name)
+
+        @functools.wraps(real)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            see(max(map(_number_of_elements, (*arguments, *options.values())), default=0))
+            return real(*arguments, **options)
+
+        return replace(dist, name, counted)
+
+    return [watched(name) for name in REDUCING]
+
+
+def _number_of_elements(given: Any) -> int:
+    return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+
+
+def see_asking(see: Callable[[int], None]) -> Undo:
+    """`see` is given 1 before torch.autograd.grad, which a loop may ask for gradients such as those of each of its tasks, and -1 after it."""
+    real = torch.autograd.grad
+
+    @functools.wraps(real)
+    def grad(*arguments: Any, **options: Any) -> Any:
+        see(1)
+        try:
+            return real(*arguments, **options)
+        finally:
+            see(-1)
+
+    return replace(torch.autograd, "grad", grad)
 
 
 def see_skipped_steps(has_stepped: Callable[[], bool], skipped: Callable[[], None]) -> Undo:

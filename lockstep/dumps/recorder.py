@@ -92,8 +92,11 @@ class Recorder:
         self.plain_shards = PlainShards(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
+        self.compiled = False
+        self.asking = 0  # inside of torch.autograd.grad
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
+        self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
         self._begin()
@@ -111,6 +114,8 @@ class Recorder:
         self.removing += patches.see_clipping(self.model, self.see_clip)
         # What is recorded of a step that is skipped begins anew.
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
+        self.removing += patches.see_reductions(self._see_reduction)
+        self.removing.append(patches.see_asking(self._see_asking))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -154,15 +159,21 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.channels_last: list[str] = []  # parameters
+        self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
-        given = {id(one) for one in parameters if one.grad is not None}
-        own = tree.named_parameters(self.model)
-        names = [name for name, one in own.items() if id(one) in given]
+        given = {id(one): one.grad is not None for one in parameters}
+        all_names = {
+            name: given[id(one)]
+            for name, one in tree.named_parameters(self.model).items()
+            if id(one) in given
+        }
+        names = [name for name, has_gradient in all_names.items() if has_gradient]
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
@@ -170,12 +181,34 @@ class Recorder:
             self.clips.append(clip)
         clip["parameters"] += names
         clip["too_late"] = any(
-            name in group["params"] for one in self.optimizers for group in one["groups"] for name in names
+            name in group["params"]
+            for one in self.optimizers
+            for group in one["groups"]
+            for name in names or all_names  # an optimizer in the backward pass has set gradients to None
         )
+
+    def _see_reduction(self, number: int) -> None:
+        self.reduced += number
+
+    def _see_asking(self, by: int) -> None:
+        self.asking += by
+
+    def _counts(self, number: int) -> bool:
+        """Whether what arrives now in a micro batch counts: what torch.autograd.grad asked for does, unless a backward pass comes, too."""
+        about = self.micro[number]
+        if self.asking:
+            about["asked"] = about["asked"] or not about["used"]
+            return about["asked"]
+        if about["asked"]:
+            self.kept.forget(f"backward/{number}/")
+            about.update(asked=False, scalars={})
+        return True
 
     @_harmless
     def _see_module(self, name: str, tensor: torch.Tensor) -> None:
-        self.kept.keep_shard(name, tensor, added=True)
+        which, number, _ = name.split("/", 2)
+        if which == "forward" or self._counts(int(number)):
+            self.kept.keep_shard(name, tensor, added=True)
 
     @torch.compiler.disable
     @_harmless
@@ -209,7 +242,7 @@ class Recorder:
             if not self.removing:
                 return
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
-            self.hooks = ModuleHooks(self.model, self.modules, self._see_module)
+            self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
         number = len(self.micro)
         if number == 0:
@@ -226,12 +259,14 @@ class Recorder:
             "left_out": [],
             "together": number > 0
             and not self.micro[-1]["used"],  # called before the last one was trained on
+            "asked": False,  # whether what arrived was asked for by torch.autograd.grad alone
             "used": False,  # whether a gradient arrives at what the model returns
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
             "autocast": None,
             "param_dtype": parallelism.param_dtype_of(self.model),
+            "channels_last": [],
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -248,6 +283,7 @@ class Recorder:
             if isinstance(value, torch.Tensor):
                 self.kept.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
+                about["channels_last"] += [name] * _is_channels_last(value)
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
             else:
@@ -304,7 +340,10 @@ class Recorder:
         if gradient is None:
             return
         # Gradients are only enabled in a backward pass that makes a graph of itself.
-        about.update(used=True, elsewhere=False, differentiated=torch.is_grad_enabled())
+        about["differentiated"] |= torch.is_grad_enabled()
+        if not self._counts(int(place.split("/")[1])):
+            return
+        about.update(used=True, elsewhere=False)
         self.arrived_since = True
         if loss is not None:
             about["loss"] = loss
@@ -314,8 +353,15 @@ class Recorder:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
-    @_harmless
     def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
+    ) -> Any:
+        self.compiled = torch.compiler.is_compiling()  # the optimizer's step
+        return self._begin_update(optimizer, arguments, options)
+
+    @torch.compiler.disable
+    @_harmless
+    def _begin_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
         if self.stepping not in (None, optimizer):
@@ -363,6 +409,7 @@ class Recorder:
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.kept.keep_weight(name, parameter)
+                self.channels_last += [name] * _is_channels_last(parameter)
         scale = getattr(
             optimizer, "grad_scale", None
         )  # which a GradScaler leaves to an optimizer that is fused
@@ -387,6 +434,7 @@ class Recorder:
                     if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
                 ],
                 "again": again,
+                "compiled": self.compiled,
             }
         )
         for name, value in state_of(optimizer, names):
@@ -395,7 +443,7 @@ class Recorder:
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
         if id(optimizer) not in self.of_others:
-            own = {id(parameter) for parameter in self.model.parameters()}
+            own = {id(parameter) for parameter in tree.named_parameters(self.model).values()}
             holding = [
                 one
                 for one in gc.get_objects()
@@ -405,6 +453,7 @@ class Recorder:
             self.of_others[id(optimizer)] = bool(holding) and all(one is not optimizer for one in holding)
         return self.of_others[id(optimizer)]
 
+    @torch.compiler.disable
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
@@ -438,6 +487,9 @@ class Recorder:
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,
+            "reduced": self.reduced,
+            "channels_last": self.channels_last,
+            "hooked": sorted(self.hooked),
             "places": self.kept.places,
             "unchanged": self.kept.unchanged,
             # And what is not there any more
@@ -461,6 +513,12 @@ def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]
     }
     save_file(whole, folder / "model.safetensors")
     write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its channels lie beside each other in memory, which convolutions are then computed otherwise for."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    return order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
 
 
 @contextlib.contextmanager

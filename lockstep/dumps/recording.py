@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,12 +36,14 @@ class MicroBatch(Strict):
     autocast: Name | None
     param_dtype: Name | None
     used: bool
+    asked: bool = False  # by torch.autograd.grad alone
     elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
     differentiated: bool = False  # in turn
     together: bool = False  # with the one before: no gradient had arrived there yet
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
+    channels_last: list[Name] = []  # of the tensors, by their order in memory
 
 
 class Clip(Strict):
@@ -66,6 +68,7 @@ class Optimizer(Strict):
         list[int]
     ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
     again: bool = False  # it has stepped before, with the same gradient
+    compiled: bool = False  # its step, by torch.compile
 
     @property
     def is_of_deepspeed(self) -> bool:
@@ -92,9 +95,23 @@ class Step(Strict):
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
+    channels_last: list[Name] = []  # parameters
+    hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
+    reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not
+
+    @property
+    def held(self) -> list[str]:
+        """The model's parameters that optimizers hold; one comes as often as it is held."""
+        return [
+            name
+            for optimizer in self.optimizers
+            for group in optimizer.groups
+            for name in group["params"]
+            if name
+        ]
 
 
 class RunStep(Strict):
@@ -123,6 +140,9 @@ class Called:
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
+    of_tensors: bool = (
+        False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
+    )
     instead: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # of what the model was called with, for a trial
@@ -132,7 +152,15 @@ class Called:
         """Whether zeros alone arrived at what the model returned, or a piece has no label."""
         if self.piece is not None and self.piece.labels == 0:
             return True
-        return self.about.loss is None and not self.arrived and not any(self.about.scalars.values())
+        known = self.about.loss is None or self.of_tensors
+        return known and not self.arrived and not any(self.about.scalars.values())
+
+    @property
+    def twice(self) -> "Called":
+        """The same, with twice the gradients that arrived."""
+        scalars = {name: 2 * one for name, one in self.about.scalars.items()}
+        arrived = {name: 2 * one for name, one in self.arrived.items()}
+        return replace(self, about=self.about.model_copy(update={"scalars": scalars}), arrived=arrived)
 
     @property
     def first(self) -> "Called":
@@ -218,10 +246,12 @@ class Recording:
     def __init__(self, folder: Path):
         self.folder = folder
         self._opened: dict[Path, Any] = {}
+        self._holders: dict[int, dict[str, list[int]]] = {}
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
-                f"{folder} holds no recording (there is no {path.name}); record a run into it first"
+                f"{folder} holds no recording (there is no {path.name}); record a run into it first, "
+                "whose weights an optimizer of torch updates, or one that is derived from torch.optim.Optimizer"
             )
         content = read_json(path)
         if (
@@ -321,7 +351,12 @@ class Recording:
         first = f"backward/{called.number}/returned."
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
-        found = {name.removeprefix(first): self.whole(step, name, called.ranks)[0] for name in names}
+        # Those that have a part of it may be called with other samples, which is then said.
+        of_all = self.parted(step, called)
+        found = {
+            name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
+            for name in names
+        }
         return {name: one for name, one in found.items() if one.any()}
 
     def names(self, step: int, kind: str) -> list[str]:
@@ -352,10 +387,9 @@ class Recording:
     def parted(self, step: int, called: Called) -> tuple[str, int] | None:
         """(an output of a module that the ranks that were called with a micro batch do not have all of, another rank that has the rest)."""
         ranks = self.steps[step - 1]
+        first = (f"forward/{called.number}/", f"backward/{called.number}/returned.")
         for name, (whole, *parts) in ranks[called.ranks[0]].places.items():
-            if not name.startswith(f"forward/{called.number}/") or [one.shape for one in parts] == [
-                whole.full
-            ]:
+            if not name.startswith(first) or [one.shape for one in parts] == [whole.full]:
                 continue
             starts = {
                 rank: {tuple(one.start or ()) for one in about.places.get(name, [])[1:]}
@@ -367,12 +401,30 @@ class Recording:
                 return module_of(name), other
         return None
 
-    def whole(self, step: int, name: str, ranks: list[int] | None = None) -> tuple[torch.Tensor, list[int]]:
+    def holders(self, step: int) -> dict[str, list[int]]:
+        """Of the parameters that not every rank's optimizers hold, such as where each updates its share of them: the ranks whose do."""
+        if step not in self._holders:
+            ranks = self.steps[step - 1]
+            held: dict[int, set[str]] = {rank: set(one.held) for rank, one in ranks.items()}
+            self._holders[step] = {
+                name: [rank for rank, names in held.items() if name in names]
+                for name in set().union(*held.values())
+                if not all(name in names for names in held.values())
+            }
+        return self._holders[step]
+
+    def whole(
+        self, step: int, name: str, ranks: list[int] | None = None, *, mean: bool = False
+    ) -> tuple[torch.Tensor, list[int]]:
         """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.
 
+        A gradient and an updated parameter are those of the ranks whose optimizers hold it. `mean`: over the replicas.
         Raises UserError if the ranks' shards do not cover it.
         """
-        shards: dict[tuple, tuple[int, torch.Tensor]] = {}
+        kind, _, own = name.partition("/")
+        if ranks is None and kind in ("gradient", "updated"):
+            ranks = self.holders(step).get(own)
+        replicas: dict[tuple, list[torch.Tensor]] = {}
         odd: list[int] = []
         full: list[int] = []
         for rank, about in self.steps[step - 1].items():
@@ -383,11 +435,16 @@ class Recording:
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
                 block = self._tensor(rank, step, f"{name}#{number}")
-                if key not in shards:
-                    shards[key] = (rank, block)
-                elif not torch.equal(shards[key][1], block):
+                if key in replicas and not torch.equal(replicas[key][0], block):
                     odd.append(rank)
-        blocks = [(key, block) for key, (_, block) in shards.items()]
+                replicas.setdefault(key, []).append(block)
+        blocks = [
+            (
+                key,
+                torch.stack([one.double() for one in found]).mean(0).to(found[0].dtype) if mean else found[0],
+            )
+            for key, found in replicas.items()
+        ]
         covered = sum(block.numel() for _, block in blocks)
         if not blocks or covered != torch.Size(full).numel():
             raise UserError(f"{self.folder}: {name} of step {step} has {covered} of its elements; {REMEDY}")
@@ -419,6 +476,9 @@ class Recording:
                     same.losses[rank] = micro.loss
         for called in found:
             called.arrived = self._arrived(step, called)
+            of_returned = f"backward/{called.number}/returned."
+            places = self.steps[step - 1][called.ranks[0]].places
+            called.of_tensors = any(name.startswith(of_returned) for name in places)
         again = next((one for one in found if one.about.differentiated), None)
         if again is not None:
             raise UserError(

@@ -12,11 +12,12 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
@@ -75,15 +76,30 @@ def clean(name: str) -> str:
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Clean name -> live parameter; of tied ones, the first name."""
-    return {clean(name): parameter for name, parameter in model.named_parameters()}
+    """Clean name -> live parameter; of tied ones, the first name.
+
+    Of FSDP2's it is the shard, which optimizers hold: in a backward pass, where optimizers may step in hooks, whole ones are in their places.
+    """
+    shards = {id(whole): shard for whole, shard in _shards(model)}
+    return {clean(name): shards.get(id(one), one) for name, one in model.named_parameters()}
+
+
+def _shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """What FSDP2 has in the place of each parameter now, and its shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for one in group.fsdp_params if group else ():
+                place = one._module_info
+                yield getattr(place.module, place.param_name), one.sharded_param
 
 
 class _Describing:
     def __init__(self, model: torch.nn.Module):
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
         # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
-        files = {class_of(module).__module__ for module in model.modules()} - {deepspeed_layers.FILE}
+        own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
+        files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
         self.packages = PACKAGES | {_package(file) for file in files}
         self.tensors: dict[int, str] = {}
         for names in (model.named_parameters, model.named_buffers):

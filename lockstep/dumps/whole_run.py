@@ -96,7 +96,8 @@ class WholeRun:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if self.of_others(optimizer):
-            self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
+            if not self.stepped:  # else the samples are those of a step that is over
+                self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
             return
         self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
         self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]

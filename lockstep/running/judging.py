@@ -54,8 +54,15 @@ def judge(
         memory = (free_bytes() / 2 if memory is None else memory) / workers
     folder = recording.folder.absolute()
     tasks = [Task(folder, step, expect, loss and user_file.absolute(loss), memory) for step in steps]
-    if ray:
-        return _over_ray(tasks)
+    verdicts = _over_ray(tasks) if ray else _here(tasks, workers)
+    if all(one.nothing for one in verdicts):
+        raise UserError(
+            "nothing but zeros arrives at what the model returned in the recorded steps, such as where all advantages are zero; record more (--steps)"
+        )
+    return verdicts
+
+
+def _here(tasks: list[Task], workers: int) -> list[StepVerdict]:
     if workers == 1:
         return [task.judge() for task in tasks]
     with ProcessPoolExecutor(

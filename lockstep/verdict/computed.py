@@ -66,5 +66,5 @@ class Passes:
         found = self.written.get(name)
         if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
             return None
-        found = found.to(tensor.dtype)
+        found = torch.empty_like(tensor).copy_(found)  # in its dtype and its order in memory
         return found if name.startswith("backward/") else found + (tensor - tensor.detach())

@@ -5,6 +5,7 @@ of a tensor is one process in the run's own dtype on the same micro batches. The
 float64 from the gradients that the run had.
 """
 
+import functools
 import itertools
 import math
 
@@ -23,11 +24,15 @@ from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
-from lockstep.verdict.recorded_ranks import Ranks
+from lockstep.verdict.recorded_ranks import SAME_NORM, Ranks
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
+SAME = 1e-9  # relative: two passes in float64
+NOT_LINEAR = (
+    "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
+)
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 
 
@@ -62,13 +67,32 @@ def _unusable(gradients: Gradients) -> str:
     return "" if any(sizes.values()) else "no parameter has a gradient other than zero"
 
 
-def _require_repeatable(first: Computed, again: Computed) -> None:
-    same = all(torch.equal(again.gradients[name], tensor) for name, tensor in first.gradients.items())
-    if again.loss != first.loss or not same:
+def _not_linear(
+    reference: Reference, called: Called, told: dict[str, torch.Tensor], first: Computed
+) -> str | None:
+    """A parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
+
+    Raises UserError for a model that draws random numbers. `first` is what the reference gave for the micro batch.
+    """
+
+    def other(again: Computed, factor: float) -> str | None:
+        pairs = ((name, factor * one, again.gradients[name]) for name, one in first.gradients.items())
+        return next(
+            (name for name, one, own in pairs if float((own - one).norm()) > SAME * float(one.norm())), None
+        )
+
+    # That of the loss itself is divided by what arrived there.
+    twice = reference.compute(called.twice, told)
+    name = other(twice, 1.0 if first.loss is not None else 2.0)
+    if name is None and twice.loss == first.loss:
+        return None
+    again = reference.compute(called, told)
+    if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
             "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
             "record a run without them"
         )
+    return name
 
 
 def _loss_noise(exact: Computed, near: Computed) -> float:
@@ -100,6 +124,7 @@ class _Step:
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
+        self.alone_in_loss: list[str] = []  # parameters
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
 
@@ -112,6 +137,11 @@ class _Step:
             raise UserError(
                 f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
             )
+        if self.ranks[0].hooked:
+            raise UserError(
+                f"a forward hook changes what {recorded_update.and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
+                "let the module's forward method do it, or record a run without it"
+            )
         ranks.judge_clips()
         self.gradients = gradients
         verdict.lowered = sorted(self._lowered())
@@ -122,6 +152,12 @@ class _Step:
                 f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
                 "record a run whose optimizer holds the model's parameters"
             )
+        if problem and all(one.is_zero for one in self.micro):
+            verdict.nothing = True
+            verdict.leave(
+                f"step {verdict.step} is not judged: nothing but zeros arrives at what the model returned"
+            )
+            return verdict
         if problem:
             verdict.wrong.append(problem)
             return verdict
@@ -136,6 +172,13 @@ class _Step:
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
         recorded_update.judge(self.recording, verdict, weights, gradients)
+        if self.alone_in_loss:
+            verdict.leave(
+                f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+            )
+        if ranks.reduced_later:
+            kind = self.ranks[0].optimizers[0].kind.partition(":")[2]
+            verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
         return verdict
 
     def _judge_free(
@@ -149,6 +192,7 @@ class _Step:
         verdict, near = self.verdict, self.near
         modules_wrong = self._compute(weights)
         after_modules = len(verdict.wrong)
+        beside = self._leave_loss_out()
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.gradients, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
@@ -159,13 +203,30 @@ class _Step:
             again = normalisation.fit(yardstick, columns)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere)
+            norm_of_steps = functools.partial(self._norm_of_steps, ranks)
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.exact, columns, elsewhere, norm_of_steps, beside
+            )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = normalisation.sums(columns, weights_of)
-        self._judge_kept_gradient(fitted)
+        self._judge_kept_gradient(fitted, ranks)
         self._judge_gradients(right, yardstick)
+        if len(verdict.wrong) > after_modules and not modules_wrong:
+            self._judge_rounding(after_modules)
         return nominal, after_modules
+
+    def _leave_loss_out(self) -> float:
+        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norm of their gradients."""
+        if any(one.loss is not None for one in self.exact):
+            return 0.0
+        used = {name for one in self.exact for name in one.gradients}
+        every, alone = self.gradients, [name for name in self.gradients if name not in used]
+        if not used or not alone:
+            return 0.0
+        self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
+        self.alone_in_loss = [name for name in alone if every[name].any()]
+        return math.hypot(*(float(every[name].double().norm()) for name in alone))
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """(what modules returned for a micro batch and what arrived there, the choices among it)."""
@@ -197,7 +258,13 @@ class _Step:
                 for reference, kept in ((exact, self.exact), (plain, self.near)):
                     kept.append(reference.compute(called, told))
                 if self.verdict.step == 1 and len(self.exact) == 1:
-                    _require_repeatable(self.exact[0], exact.compute(called, told))
+                    odd = _not_linear(exact, called, told, self.exact[0])
+                    if odd and self.exact[0].arrived == 1 and self.exact[0].loss is not None:
+                        self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {odd}; here, 1 arrives")
+                    elif odd:
+                        self.verdict.wrong.append(
+                            f"{NOT_LINEAR}, such as that of {odd}: a function's backward method forgets what it is given"
+                        )
             rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
             for right, measured in zip(rights, near, strict=True):
                 measured.terms = {name: measured.terms[name] for name in right.terms}
@@ -250,7 +317,8 @@ class _Step:
     def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
-        unused = sorted(weights.keys() - self.gradients.keys() - set(self.ranks[0].frozen))
+        beside = {*self.ranks[0].frozen, *self.alone_in_loss}
+        unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(
                 f"nothing that was trained depends on {recorded_update.and_more(unused)}: without a gradient"
@@ -259,10 +327,13 @@ class _Step:
             size = max(
                 float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
             )
+            holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
                 rank
                 for rank, about in self.ranks.items()
-                if f"weight/{name}" in about.places and f"gradient/{name}" not in about.places
+                if f"weight/{name}" in about.places
+                and f"gradient/{name}" not in about.places
+                and (rank in holders or name in about.frozen)
             ]
             if size > 0 and without:
                 found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
@@ -274,20 +345,43 @@ class _Step:
         found += [term.gradients for one in computed for term in one.terms.values()]
         return normalisation.aligned(found, self.gradients)
 
-    def _judge_kept_gradient(self, fitted: Fit) -> None:
+    def _norm_of_steps(self, ranks: Ranks) -> float:
+        """The norm that the gradient has in this step and in another that was recorded, as after clipping; 0 if none has it."""
+        step = self.verdict.step
+        own, *others = (
+            math.hypot(*(float(ranks.whole(one, f"gradient/{name}").norm()) for name in self.gradients))
+            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
+            if self.gradients.keys() <= set(self.recording.names(one, "gradient"))
+        )
+        return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
+
+    def _judge_kept_gradient(self, fitted: Fit, ranks: Ranks) -> None:
         """Whether what is too much in a gradient is that of the step before."""
         last = self.verdict.step - 1
         if last == 0 or fitted.typical <= self.verdict.tolerated_weights:
             return
         if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
-        kept = Lazy(self.gradients, lambda name: self.recording.whole(last, f"gradient/{name}")[0].double())
+        kept = Lazy(self.gradients, lambda name: ranks.whole(last, f"gradient/{name}").double())
         with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
                 0,
                 f"the gradient has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
             )
+
+    def _judge_rounding(self, place: int) -> None:
+        """Whether what is wrong with a gradient may be that it was rounded to 16 bits after the backward pass."""
+        for dtype in (torch.bfloat16, torch.float16):
+            if not self._lowered() and all(
+                torch.equal(one, one.to(dtype).to(one.dtype)) for one in self.gradients.values()
+            ):
+                self.verdict.wrong.insert(
+                    place,
+                    f"all elements of the gradient are numbers of {dtype}, though it is computed in float32: it was rounded after the backward pass, "
+                    "as where its reduction is in 16 bits",
+                )
+                return
 
     def _judge_losses(self, near: list[Computed]) -> None:
         """Every loss is a draw of the same rounding errors, and one may be small by chance.

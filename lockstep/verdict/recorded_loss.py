@@ -154,8 +154,8 @@ def targets_of(
             shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
             for wanted in (counted, shifted):
                 tokens = int((wanted != -1).sum())
-                if not tokens or int(wanted.min()) < -1:
-                    continue
+                if not tokens or int(wanted.min()) < -1 or int(wanted.max()) >= own.shape[-1]:
+                    continue  # no labels, such as the times of a diffusion
                 total = torch.nn.functional.cross_entropy(
                     own, wanted.flatten(), ignore_index=-1, reduction="sum"
                 )

@@ -10,7 +10,7 @@ from lockstep.ground.errors import UserError
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.recorded_update import and_more
+from lockstep.verdict.recorded_update import and_more, class_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
@@ -22,6 +22,7 @@ class Ranks:
     def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
+        self.reduced_later = False  # gradients of replicas, by an optimizer itself
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -33,6 +34,8 @@ class Ranks:
                 found[name] = tensor
             if odd:
                 differ.append((name, odd[0]))
+        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
+            self.reduced_later, differ = True, []
         if differ:
             (name, rank), more = differ[0], len(differ) - 1
             others = f", and {more} more" if more else ""
@@ -40,9 +43,34 @@ class Ranks:
             self.verdict.wrong.append(
                 f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
             )
-        if not self.streamed:
+        if not self.streamed and not self.reduced_later:
             return found
-        return Lazy(names, lambda name: self.recording.whole(self.verdict.step, f"{kind}/{name}")[0])
+        return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))
+
+    def whole(self, step: int, name: str) -> torch.Tensor:
+        """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
+        mean = self.reduced_later and name.startswith("gradient/")
+        return self.recording.whole(step, name, mean=mean)[0]
+
+    def _reduces_itself(self, differ: list[str]) -> bool:
+        """Whether an optimizer that no reference knows makes one update of gradients that differ between replicas.
+
+        Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much.
+        """
+        if any(class_of(one) for one in self.ranks[0].optimizers):
+            return False
+        size, apart = 0, []
+        for name in differ:
+            updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
+            size += 0 if odd else updated.numel()
+            apart += [f"{name} on rank {odd[0]}"] if odd else []
+        if self.ranks[0].reduced < size or len(apart) == len(differ):
+            return False
+        if apart:
+            self.verdict.wrong.append(
+                f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
+            )
+        return True
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""

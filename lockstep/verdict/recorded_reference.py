@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,11 +52,12 @@ class Reference(Passes):
         self.model, self.exact = recording.build(), exact
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
+        self.weights = weights
         require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
-        own = Lazy(weights, lambda name: weights[name].to(self._computed_in(weights[name].dtype), copy=True))
+        own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
         tree.give(self.model, own if units is None else units.outside(self._computed_in))
         if exact:
@@ -75,6 +76,14 @@ class Reference(Passes):
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
+
+    def _own(self, name: str) -> torch.Tensor:
+        """A weight as the model has it."""
+        weight = self.weights[name]
+        weight = weight.to(self._computed_in(weight.dtype), copy=True)
+        return (
+            _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
+        )
 
     def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a weight that the run had in `dtype`. Of one in float64, the yardstick is in float32: it must be above the run's errors."""
@@ -131,11 +140,12 @@ class Reference(Passes):
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
         self.gradients, self.largest = OnDisk(self.folder), torch.zeros((), dtype=torch.float64)
+        of_means = LOG_PROBS in called.arrived and self._trains_on_means
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
-            with self._precision(called, mode):
-                return self._computed(called, mode, free)
+            with self._precision(called, mode), _without_reentrant_checkpointing():
+                return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
@@ -191,6 +201,7 @@ class Reference(Passes):
                 f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
             )
         tensors = self._widened(called.tensors)
+        tensors |= {name: _channels_last(tensors[name]) for name in called.about.channels_last}
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
@@ -213,7 +224,7 @@ class Reference(Passes):
         floats = {name: one for name, one in tensors.items() if one.is_floating_point()}
         return tensors | {name: one.double() if self.exact else _single(one) for name, one in floats.items()}
 
-    def _computed(self, called: Called, mode: Told, free: Computed | None) -> Computed:
+    def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
         if logits is not None and LOG_PROBS in called.arrived:
@@ -221,7 +232,7 @@ class Reference(Passes):
                 raise UserError(
                     "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
                 )
-            if not trl_head.is_mean(called.arrived[LOG_PROBS]):
+            if not of_means:
                 output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = tensors_of(output)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
@@ -298,6 +309,16 @@ class Reference(Passes):
             computed.mean = mean_of(called, value, logits, number)
         return computed
 
+    @functools.cached_property
+    def _trains_on_means(self) -> bool:
+        """Whether a loop trains on means of log-probabilities. One micro batch may look so by chance, such as where all advantages are alike."""
+        return all(
+            trl_head.is_mean(called)
+            for step in range(1, len(self.recording.steps) + 1)
+            for called in self.recording.micro_batches(step)
+            if LOG_PROBS in called.arrived
+        )
+
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
         kept = self._arrived_gradients()
@@ -355,6 +376,30 @@ class Reference(Passes):
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
+
+
+class _Called:
+    """In the place of what makes a reentrant checkpoint: it calls the function, and nothing is computed again."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+@contextlib.contextmanager
+def _without_reentrant_checkpointing() -> Iterator[None]:
+    """It gives no gradient to what is inside of it if none of its inputs needs one, which is no property of the computation."""
+    file: Any = torch.utils.checkpoint
+    real, file.CheckpointFunction = file.CheckpointFunction, _Called
+    try:
+        yield
+    finally:
+        file.CheckpointFunction = real
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    order = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
+    return tensor.contiguous(memory_format=order)
 
 
 def _single(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,8 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     if wrong is None and run.wrong:
         return [*found, f"FAIL: {run.wrong[0]}"]
     if wrong is None:
-        left = next((f"; {verdict.unseen}" for verdict in steps if verdict.unseen), "")
-        return [*found, f"PASS: {len(steps)} steps{left}"]
+        left = dict.fromkeys(verdict.unseen for verdict in steps if verdict.unseen)
+        return [*found, "; ".join([f"PASS: {len(steps)} steps", *left])]
     return [*found, f"FAIL: step {wrong.step}: {wrong.wrong[0]}"]
 
 

@@ -29,7 +29,8 @@ class StepVerdict:
     )  # dtypes that it was computed in, but float32 and float64
     clipped: str = ""  # by how much, to be read after the gradient
     difference: str = ""  # of this mean from the one over all tokens, likewise
-    unseen: str = ""  # what is not judged of the loss
+    nothing: bool = False  # whether its loss has no gradient
+    unseen: str = ""  # what is not judged, of the loss or of an optimizer
     tolerated_weights: float = 0.0
     rows: list[Judgement] = field(default_factory=list)
     alone: list[Judgement] = field(
@@ -46,6 +47,10 @@ class StepVerdict:
     def nearest(self) -> Judgement | None:
         """The row that is nearest to what is tolerated, or farthest beyond."""
         return max(self.rows, key=lambda row: row.multiple, default=None)
+
+    def leave(self, said: str) -> None:
+        """Say with the verdict what was not judged."""
+        self.unseen = f"{self.unseen}; {said}" if self.unseen else said
 
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
         """Adds a row of a single number; `tolerated` is absolute."""

@@ -1,5 +1,6 @@
 """The updates of a recorded step: which parameters the optimizers hold, what moved, and each against the same optimizer's in float64."""
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -11,6 +12,7 @@ import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
 from lockstep.verdict.distance import distance_of, relative
+from lockstep.verdict.float64 import Float64
 from lockstep.verdict.judgement import LIMIT_OF_UPDATE, Judgement, own_update_tolerance
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.picture import draw
@@ -26,7 +28,7 @@ Weights = Mapping[str, torch.Tensor]
 def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights) -> None:
     """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them."""
     step = verdict.step
-    optimizers = recording.steps[step - 1][0].optimizers
+    optimizers = list(_optimizers(recording, step))
     updated = Lazy(weights, lambda name: recording.whole(step, f"updated/{name}")[0])
     _judge_settings(recording, verdict)
     again = sum(optimizer.again for optimizer in optimizers)
@@ -35,9 +37,7 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
             f"the optimizer steps {again + 1} times with one gradient: optimizer.step() is called again before the next micro batch"
         )
         return
-    times = Counter(
-        name for optimizer in optimizers for group in optimizer.groups for name in group["params"] if name
-    )
+    times = Counter(recording.steps[step - 1][0].held) | Counter(recording.holders(step).keys())
     held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
     if held_twice:
         verdict.wrong.append(f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice")
@@ -65,14 +65,29 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
 
 
+def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
+    """Those of rank 0, then of the others with the parameters that no rank before holds."""
+    known: set[str] = set()
+    for rank, one in recording.steps[step - 1].items():
+        for optimizer in one.optimizers:
+            groups = [
+                {**group, "params": [name for name in group["params"] if name and name not in known]}
+                for group in optimizer.groups
+            ]
+            if rank == 0 or any(group["params"] for group in groups):
+                yield optimizer.model_copy(update={"groups": groups})
+        known |= set(one.held)
+
+
 def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     """Parameters beside the model's that its optimizers hold: replicas have one gradient. No more is known of them."""
     ranks = [one.optimizers for one in recording.steps[verdict.step - 1].values()]
     strangers = sum(one.strangers for one in ranks[0])
     if not strangers:
         return
-    said = f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
-    verdict.unseen = f"{verdict.unseen}; {said}" if verdict.unseen else said
+    verdict.leave(
+        f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
+    )
     for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
         if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
             verdict.wrong.append(
@@ -100,11 +115,33 @@ def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     """What a step ends with, weights and what the optimizer keeps, is what the next one begins with, bit for bit."""
     step = verdict.step
-    changed = sorted({name for one in recording.steps[step - 1].values() for name in one.changed})
+    elsewhere = (
+        recording.holders(step - 1) if step > 1 else {}
+    )  # ranks that do not hold a parameter are given it later
+    changed = sorted(
+        {
+            name
+            for rank, one in recording.steps[step - 1].items()
+            for name in one.changed
+            if rank in elsewhere.get(name.removeprefix("weight/"), [rank])
+        }
+    )
     weights, state = (
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
         for kind in ("weight/", "state/")
     )
+    for name in list(weights):
+        before, after = (
+            recording.whole(number, f"{kind}/{name}")[0]
+            for number, kind in ((step - 1, "updated"), (step, "weight"))
+        )
+        least, most = after.min(), after.max()
+        if (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
+            weights.remove(name)
+            bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
+            verdict.notes.append(
+                f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
+            )
     if weights:
         verdict.wrong.append(
             f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
@@ -128,7 +165,7 @@ def _judge_optimizer(
     updated: Weights,
 ) -> None:
     """Every parameter, and what is kept of it if the next step was recorded, too: that begins with it."""
-    kind, name = _class_of(optimizer), optimizer.kind.partition(":")[2]
+    kind, name = class_of(optimizer), optimizer.kind.partition(":")[2]
     if kind is None:
         verdict.notes.append(
             f"the update of {name} is not judged: it is no optimizer of torch that steps without the loop's loss"
@@ -137,6 +174,8 @@ def _judge_optimizer(
     step = verdict.step
     clipped = _clipped_later(recording, step)
     kept = set(recording.names(step + 1, "state")) if step < len(recording.steps) else set()
+    # Powers of betas are then taken of tensors, in float32
+    of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
     updates, states = [], []
     for own, options in _settings(kind, optimizer):
         if own not in gradients:
@@ -148,7 +187,9 @@ def _judge_optimizer(
             stepped(kind, options, weights[own], gradients[own].to(dtype) * clipped, state, dtype)
             for dtype in (torch.float64, torch.float32)
         )
-        of_powers = _error_of_powers(options, exact[1]) if optimizer.is_of_deepspeed else 0.0
+        of_powers = 0.0
+        if "betas" in options and (optimizer.is_of_deepspeed or of_tensors):
+            of_powers = _error_of_powers(options, exact[1], 2 * of_tensors)
         updates.append(_row(step, f"update/{own}", updated[own], weights[own], exact[0], near[0], of_powers))
         for key, right in exact[1].items():
             if f"{key}/{own}" not in kept or not right.is_floating_point() or not right.ndim:
@@ -192,7 +233,7 @@ def _row(
     return row
 
 
-def _class_of(optimizer: Optimizer) -> Any:
+def class_of(optimizer: Optimizer) -> Any:
     """The optimizer of torch that it is, or that DeepSpeed's computes as; None for any other."""
     module, _, name = optimizer.kind.partition(":")
     if name in DEEPSPEED_ADAM and optimizer.is_of_deepspeed:
@@ -203,11 +244,15 @@ def _class_of(optimizer: Optimizer) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor]) -> float:
-    """The relative error of a change, where the powers of betas are made by multiplication in float32, once a step, as DeepSpeed's Adams do."""
+def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:
+    """The relative error of a change, where the powers of betas are in float32.
+
+    DeepSpeed's Adams make them by multiplication, once a step. `more` is 2 where a beta is rounded before, and its power.
+    """
     times, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
     first, second = (
-        (times - 1) * roundoff * beta**times / (1 - beta**times) for beta in map(float, options["betas"])
+        (times - 1 + more) * roundoff * beta**times / (1 - beta**times)
+        for beta in map(float, options["betas"])
     )
     return first + second / 2
 
@@ -240,8 +285,13 @@ def _number(value: Any, rounds: bool) -> Any:
 
 
 def _state_keys(recording: Recording, step: int, name: str) -> list[str]:
-    places = recording.steps[step - 1][0].places
-    return [key.split("/")[1] for key in places if key.startswith("state/") and key.split("/", 2)[2] == name]
+    """What is kept of a parameter, by the first rank that keeps anything of it."""
+    for one in recording.steps[step - 1].values():
+        keys = [key.split("/") for key in one.places if key.startswith("state/")]
+        found = [key for _, key, *rest in keys if "/".join(rest) == name]
+        if found:
+            return found
+    return []
 
 
 def stepped(
@@ -253,6 +303,9 @@ def stepped(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
+    exactly = (
+        Float64() if dtype is torch.float64 else contextlib.nullcontext()
+    )  # Muon computes in bfloat16 by itself
     parameter = torch.nn.Parameter(weight.to(dtype).clone())
     parameter.grad = gradient.to(dtype)
     if kind is torch.optim.SparseAdam:  # which updates the rows that have a gradient
@@ -261,6 +314,7 @@ def stepped(
     optimizer.state[parameter] = {
         key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()
     }
-    optimizer.step()
+    with exactly:
+        optimizer.step()
     kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
     return parameter.detach(), kept

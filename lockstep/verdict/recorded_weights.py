@@ -1,5 +1,7 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
+from collections.abc import Callable
+
 import torch
 
 from lockstep.dumps.recording import IGNORED, Called, Step
@@ -40,9 +42,15 @@ class Weighed:
         exact: list[Computed],
         columns: list[Gradients],
         elsewhere: int = 0,
+        norm_of_steps: Callable[[], float] = lambda: 0.0,
+        beside: float = 0.0,
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.columns = verdict, ranks, micro, exact, columns
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
+        self.beside = beside  # the norm of recorded gradients that are not judged
+        self.norm_of_steps = (
+            norm_of_steps  # the norm that the gradients of several steps have; 0 if they have others
+        )
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         # Weights of the losses, exactly as they should be; None if they are not near that
@@ -67,6 +75,11 @@ class Weighed:
         known = named.weighting.weights * divisors
         clipped = self._clip_factor(torch.cat([known, of_terms / named.factor]))
         verdict.factor = named.factor / clipped
+        if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
+            bound = self.norm_of_steps()
+            if bound:
+                clipped, verdict.factor = named.factor, 1.0
+                verdict.clipped = f", clipped by the loop itself to a norm of {bound:.5g}"
         self._judge_terms(fitted.weights, deviations, named.factor)
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         # A single micro batch has a factor whatever the gradient is.
@@ -256,6 +269,8 @@ class Weighed:
             norms.append(tensor.norm())
             in_float32s.append(tensor.float().norm())
             largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
+        norms.append(torch.tensor(self.beside / (1.0 if clip.later else clip.factor), dtype=torch.float64))
+        in_float32s.append(norms[-1].float())
         right, summed = float(torch.stack(norms).norm()), float(torch.stack(in_float32s).norm())
         in_float32 = float32_norm_error(right, summed, size)
         tolerated = in_float32 / right + self.verdict.tolerated_weights
