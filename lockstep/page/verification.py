@@ -5,7 +5,8 @@ from pathlib import Path
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.page.payload import HEADS, Losses, Page, View, nearest_of, short
+from lockstep.ground import origin
+from lockstep.page.payload import HEADS, Losses, Page, View, short, worst_of
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
 from lockstep.plan.mesh import Mesh
@@ -25,6 +26,7 @@ def write(
         "verification",
         result.outcome,
         f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
+        origin.command(),
         "Every tensor was held against a float64 reference, which one process computed from the same weights and batches."
         if reference
         else "Every tensor was held against each other.",
@@ -74,7 +76,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
         result.verdict(name),
         f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
         first and (first[0], first[2], first[3]),
-        nearest_of(run.counted),
+        worst_of(run.counted),
         len(run.failures),
         [(cause.name, cause.evidence) for cause in found.causes],
         found.excluded,

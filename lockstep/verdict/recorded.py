@@ -22,7 +22,7 @@ from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Computed, Loss, Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
+from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
@@ -158,7 +158,7 @@ class _Step:
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted)
-        self._judge_gradients(right, yardstick)
+        verdict.rows += judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         return nominal, after_modules
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
@@ -218,6 +218,7 @@ class _Step:
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
+            self._say_gradients()
             return
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
@@ -225,6 +226,7 @@ class _Step:
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
         rows = self.alone.judge(self.gradients, nominal if known else None)
         self.verdict.alone = rows
+        self._say_gradients()
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
@@ -495,14 +497,13 @@ class _Step:
                 if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
                     self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
 
-    def _judge_gradients(self, right: Gradients, yardstick: Gradients) -> None:
-        """Each tensor against the sum of the micro batches' gradients."""
-        rows = judged_gradients(self.verdict.step, self.gradients, right, yardstick, self.precision)
-        self.verdict.rows += rows
+    def _say_gradients(self) -> None:
+        """Says which gradients are too far from the sum of the micro batches'."""
+        rows = [row for row in self.verdict.rows if row.kind == "gradient"]
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: {worst.describe()}{times(worst)}"
+                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}"
             )
