@@ -86,7 +86,6 @@ class Page:
     kind: str  # "verification" or "recording"
     verdict: str
     title: str
-    command: str  # that made the run, or the comparison
     lead: str  # what was compared or found, in a sentence or two
     sentences: list[str]  # what else is to be said
     found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
@@ -96,6 +95,7 @@ class Page:
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
+    command: str = ""  # that made the recorded run, or the comparison
     format: int = FORMAT
 
     def add(

@@ -28,10 +28,10 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         "recording",
         verdict,
         f"{recording.folder.absolute().name}: {type(model).__name__}, {_size(model)}, {len(steps)} of {run.steps} steps judged",
-        recording.origin.command,
         lead,
         [line.strip() for line in said],
         _found_out(recording, model),
+        command=recording.origin.command,
     )
     for name, module in model.named_modules():
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():

@@ -26,7 +26,6 @@ def write(
         "verification",
         result.outcome,
         f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
-        origin.command(),
         "Every tensor was held against a float64 reference, which one process computed from the same weights and batches."
         if reference
         else "Every tensor was held against each other.",
@@ -34,6 +33,7 @@ def write(
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},
+        command=origin.command(),
     )
     for name, found in result.runs.items():
         view = _view(result, name, found)
@@ -76,7 +76,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
         result.verdict(name),
         f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
         first and (first[0], first[2], first[3]),
-        worst_of(run.counted),
+        worst_of([*run.counted, *(row for row in run.by_themselves if row.too_far)]),
         len(run.failures),
         [(cause.name, cause.evidence) for cause in found.causes],
         found.excluded,
