@@ -3,7 +3,7 @@
 import torch
 from page_size import MODULES
 
-from lockstep.page.payload import Losses, Page, View, nearest_of
+from lockstep.page.payload import Losses, Page, View, worst_of
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factor
 from lockstep.verdict.judgement import Judgement
@@ -52,7 +52,7 @@ def view(label, rows, **further):
         "FAIL" if far else "PASS",
         f"{len(rows)} tensors judged",
         first,
-        nearest_of(rows),
+        worst_of(rows),
         len(far),
         **further,
     )
@@ -95,7 +95,7 @@ def comparison(verdict):
             page.add(one, step, of_step, {WRONG: SHARDS, HIDDEN: SHARDS})
             alone = [row(step, name, wrong and name == WRONG) for name in ALONE]
             if wrong:
-                alone[0].factor = Factor(HIDDEN, (0, 4, 8), 0.003, 1e-5)
+                alone[0].factor = Factor(HIDDEN, (8, 6), (0, 4, 8), 0.003, 1e-5)
             page.add(one, step, alone, {}, alone=True)
     return page
 
@@ -105,10 +105,10 @@ def hidden():
     page = comparison("PASS")
     view = page.views[1]
     view.verdict, view.num_failures = "FAIL", 1
-    view.first = (1, HIDDEN, "by itself, [4:8] of dim 0 is 1.003 times what it should be")
+    view.first = (1, HIDDEN, "by itself, rows 4 to 7 of 8 are 1.003 times what they should be")
     view.by_itself = "1 of 2 tensors"
     alone = [row(1, name) for name in ALONE]
-    alone[0].factor = Factor(HIDDEN, (0, 4, 8), 0.003, 1e-5)
+    alone[0].factor = Factor(HIDDEN, (8, 6), (0, 4, 8), 0.003, 1e-5)
     page.tables = [one for one in page.tables if not (one.view == 1 and one.step == 1 and one.alone)]
     page.add(view, 1, alone, {}, alone=True)
     return page
@@ -132,7 +132,7 @@ def recording():
         rows = [row(1, name, name == WRONG) for name in tensors]
         if tensors is alone:
             hidden = next(one for one in rows if one.name == HIDDEN)
-            hidden.factor = Factor(HIDDEN, None, 0.003, 1e-5)
+            hidden.factor = Factor(HIDDEN, (8, 6), None, 0.003, 1e-5)
         page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
     return page
 

@@ -1,6 +1,6 @@
 """Record what any training loop computes in its first steps, by hooks of torch alone.
 
-    RUN/model.json                       the module tree (lockstep/dumps/tree.py), by rank 0
+    RUN/model.json                       the module tree (lockstep/dumps/tree.py), and how the run was made, by rank 0
     RUN/model.safetensors                its buffers, and attributes that are tensors
     RUN/rank_R/step_S.json               what rank R computed in step S: micro batches, optimizers, clipping, losses
     RUN/rank_R/run_N.json                what is kept of all steps (lockstep/dumps/whole_run.py)
@@ -48,6 +48,7 @@ from lockstep.dumps.module_hooks import ModuleHooks
 from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
+from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
@@ -512,7 +513,8 @@ def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]
         for name, tensor in tensors.items()
     }
     save_file(whole, folder / "model.safetensors")
-    write_text(folder / "model.json", json.dumps({"format": FORMAT, "tree": about}))
+    content = {"format": FORMAT, "tree": about, "origin": origin.of_run()}
+    write_text(folder / "model.json", json.dumps(content))
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

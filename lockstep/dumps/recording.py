@@ -26,6 +26,14 @@ LOG_PROBS = "log_probs"  # what a model of TRL returns in the place of logits
 Plain = bool | int | MayBreakDown | str | None
 
 
+class Origin(Strict):
+    """How the run was made (lockstep/ground/origin.py); empty in an older recording."""
+
+    command: str = ""
+    date: str = ""
+    versions: dict[Name, Name] = {}
+
+
 class MicroBatch(Strict):
     tensors: list[Name]
     plain: dict[Name, Plain]
@@ -261,6 +269,7 @@ class Recording:
         ):
             raise UserError(f"{path} is no model of this version's recordings; {REMEDY}")
         self.tree = content["tree"]
+        self.origin = validate(Origin, content.get("origin", {}), path, REMEDY)
         self.steps: list[dict[int, Step]] = []
         while (folder / f"rank_0/step_{len(self.steps) + 1}.json").is_file():
             self.steps.append(self._step(len(self.steps) + 1))

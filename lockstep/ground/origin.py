@@ -1,5 +1,6 @@
 """Where, when and with which versions something was computed."""
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -17,6 +18,11 @@ from lockstep.ground.processes import ROOT
 
 CPUINFO = Path("/proc/cpuinfo")
 LONGEST_COMMAND = 4000  # characters
+# In the names of options whose values are secret
+SECRET = {"token", "key", "apikey", "secret", "password", "passwd", "passphrase", "credentials", "auth"}
+TOKEN = re.compile(r"[a-zA-Z0-9]{20,}")
+LOGIN = re.compile(r"://[^/@\s]+@")
+HIDDEN = "HIDDEN"
 # Instruction sets on which the kernels of torch and oneDNN depend, and so the order of sums: x86, then ARM.
 INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
@@ -40,10 +46,41 @@ def now() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as typed in the folder of the programs."""
+    """The command line of this process, as typed in the folder of the programs, without what may be secret."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
-    return printable(shlex.join(["python", *program, *sys.argv[1:]]), LONGEST_COMMAND)
+    # Nobody typed the arguments of a worker of Ray, and the address of a cluster is among them.
+    typed = [] if program == ["default_worker.py"] else without_secrets(sys.argv[1:])
+    return printable(shlex.join(["python", *program, *typed]), LONGEST_COMMAND)
+
+
+def without_secrets(arguments: list[str]) -> list[str]:
+    """Arguments of any program, to be shown: values of options named as secrets are, what looks like a token, and logins in URLs are left out."""
+    shown: list[str] = []
+    follows = False  # whether the value of such an option
+    for argument in arguments:
+        name, given, _ = argument.partition("=")
+        words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+        is_secret = not SECRET.isdisjoint(words) and (bool(given) or name.startswith("-"))
+        if follows and not argument.startswith("-"):
+            shown.append(HIDDEN)
+        elif is_secret and given:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(TOKEN.sub(HIDDEN, LOGIN.sub(f"://{HIDDEN}@", argument)))
+        follows = is_secret and not given
+    return shown
+
+
+def of_run() -> dict:
+    """What a recording says of a run of any script: its command, the time, and the versions of the loaded libraries that need torch."""
+    found = {"python": platform.python_version()}
+    for name in sorted(name for name in sys.modules if "." not in name):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+            needed = importlib.metadata.requires(name) or []
+            if name == "torch" or any(re.match(r"torch(?![\w-])", one) for one in needed):
+                found[name] = importlib.metadata.version(name)
+    return {"command": command(), "date": now(), "versions": found}
 
 
 @functools.cache

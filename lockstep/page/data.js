@@ -47,7 +47,8 @@ function sci(value, digits = 2) {
 
 function shareText(share) {
   if (!Number.isFinite(share)) return "∞";
-  return share < 1000 ? String(Number(share.toPrecision(3))) : share.toExponential(1);
+  if (share < 1000) return String(Number(share.toPrecision(3)));
+  return share < 1e6 ? Number(share.toPrecision(2)).toLocaleString("en") : share.toExponential(1);
 }
 
 /** The tables with an index from names to places, and what is known of each place. */
@@ -109,7 +110,13 @@ function dimNames(name, shape) {
   if (shape.length === 1) return ["element"];
   if (shape.length === 2) return ["row", "column"];
   if (page.kind === "verification" && shape.length === 3 && !OF_WEIGHTS.has(kind)) return ["sample", "position", "column"];
-  return shape.map((_, dim) => (dim === shape.length - 1 ? "column" : `index of dim ${dim}`));
+  return shape.map((_, dim) => (dim === shape.length - 1 ? "column" : `slice along dim ${dim}`));
+}
+
+/** "rows 32 to 63 of 64", "slices 0 to 3 of 8 along dim 0": what is called `word`; `of` may be left out. */
+function placesText(word, found, count, of = "") {
+  const [first, ...rest] = word.split(" ");
+  return [plural(first, count), found, of, ...rest].filter(Boolean).join(" ");
 }
 
 /** "rows 512 to 1023, columns 0 to 63": a box inside a shape; "all of it" if it is the whole. */
@@ -117,14 +124,13 @@ function boxText(name, shape, start, size) {
   const names = dimNames(name, shape);
   const said = shape.flatMap((length, dim) => {
     const found = spans([[start[dim], size[dim]]], length);
-    return found === null ? [] : [`${plural(names[dim], size[dim])} ${found}`];
+    return found === null ? [] : [placesText(names[dim], found, size[dim])];
   });
   return said.join(", ") || "all of it";
 }
 
 function plural(word, count) {
-  if (count === 1) return word;
-  return word.startsWith("index") ? word.replace("index", "indices") : `${word}s`;
+  return count === 1 ? word : `${word}s`;
 }
 
 /** What ranks hold of a tensor: [{ranks, boxes: [[start, shape], ...]}, ...], a rank in one of them. Of positions a rank may have several boxes.

@@ -37,14 +37,15 @@ function showChanges(parent, title, other) {
       el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
 }
 
-/** The tensors of both reports, by name, step and the label of their view. */
+/** The tensors of both reports, by name, step, the label of their view, and how they were computed. */
 function compared(other) {
   const moved = [];
   let [count, alike] = [0, 0];
-  for (const table of other.tables.filter((one) => !one.alone)) {
+  for (const table of other.tables) {
     const label = other.views[table.view].label;
-    const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step);
+    const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step, table.alone);
     if (!mine) continue;
+    const run = table.alone ? `${label}, ${wayOf(true)}` : label;
     const numbers = new Map(page.names.map((name, number) => [name, number]));
     const far = new Set(table.far);
     table.names.forEach((number, place) => {
@@ -54,7 +55,7 @@ function compared(other) {
       count += 1;
       const share = table.columns.share[place] ?? Infinity;
       if (share === row.share && far.has(place) === row.far) alike += 1;
-      else moved.push({ name, step: table.step, label, share: [share, row.share], far: [far.has(place), row.far] });
+      else moved.push({ name, step: table.step, label: run, share: [share, row.share], far: [far.has(place), row.far] });
     });
   }
   const weight = (one) => (one.far[0] === one.far[1] ? 0 : 1e9) + Math.min(1e8, Math.abs(Math.log((one.share[1] + 1e-9) / (one.share[0] + 1e-9))));

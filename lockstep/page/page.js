@@ -12,7 +12,7 @@ function begin() {
   state.view = asked < 0 ? Math.max(0, page.views.findIndex((view) => view.first)) : asked;
   const view = page.views[state.view];
   state.step = view?.first?.[0] ?? stepsOf(state.view)[0];
-  const near = view?.first ?? view?.nearest;
+  const near = view?.first ?? view?.worst;
   const number = near ? page.names.indexOf(near[1]) : -1;
   state.tensor = number < 0 ? null : number;
   if (!view?.first && near) state.step = near[0];
@@ -40,7 +40,7 @@ function sayWhere(section, view) {
   const said = [row.where, row.picture ? whereText(view, number, row) : ""].filter(Boolean).join(": ");
   const list = section.querySelector("dl");
   if (said) list.prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
-  section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "Show this tensor"));
+  section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
   if (page.kind === "recording") list.append(el("div", {}, el("dt", {}, `Step ${step}`), el("dd", {}, rightText(tableOf(view, step)))));
 }
 
@@ -125,7 +125,7 @@ function buildTools() {
   const over = document.getElementById("over");
   const input = el("input", { type: "file", accept: ".html,text/html", hidden: true, id: "other", "aria-label": "Another report.html", onchange: () => input.files.length && layOver(over, input.files[0]) });
   document.getElementById("tools").append(
-    el("button", { type: "button", id: "issue", onclick: () => openIssue(state) }, "Copy as issue"),
+    el("button", { type: "button", id: "issue", onclick: () => openIssue() }, "Copy as issue"),
     el("button", { type: "button", onclick: () => input.click() }, "Lay another report over this one"), input,
     el("button", { type: "button", onclick: () => print() }, "Print"));
 }

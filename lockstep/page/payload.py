@@ -14,7 +14,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 3
+FORMAT = 4
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
 COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
@@ -33,7 +33,7 @@ class View:
     verdict: str
     counted: str = ""  # how many tensors were judged, in words
     first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
-    nearest: tuple[int, str, float | None] | None = None  # step, tensor and its share of what is tolerated
+    worst: tuple[int, str, float | None] | None = None  # step, tensor and its share of what is tolerated
     num_failures: int = 0
     causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
     excluded: list[str] = field(default_factory=list)
@@ -95,6 +95,7 @@ class Page:
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
+    command: str = ""  # that made the recorded run, or the comparison
     format: int = FORMAT
 
     def add(
@@ -155,9 +156,9 @@ def _hidden(row: Judgement) -> tuple[int, ...] | None:
     return None if row.factor is None or row.is_far else row.factor.part or ()
 
 
-def nearest_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
-    """Of the rows that are near enough, the one that is nearest to what is tolerated."""
-    row = max((row for row in rows if not row.too_far), key=lambda row: row.multiple, default=None)
+def worst_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
+    """The row that is nearest to what is tolerated, or farthest beyond."""
+    row = max(rows, key=lambda row: row.multiple, default=None)
     return None if row is None else (row.step, row.name, short(row.multiple, 2))
 
 

@@ -13,7 +13,8 @@ function whereText(view, name, { picture, hidden }) {
   const said = shape.flatMap((size, dim) => {
     const found = spans(slices[dim], size);
     const head = heads?.dim === dim ? headText(heads, slices[dim]) : null;
-    const text = `${plural(names[dim], 2)} ${found} of ${size}`;
+    const count = slices[dim].reduce((sum, [, length]) => sum + length, 0);
+    const text = placesText(names[dim], found, count, `of ${size}`);
     return found === null ? [] : [head ? `${head} (${text})` : text];
   });
   const place = said.length ? said.join(", ") : "in every part of it";

@@ -81,10 +81,10 @@ function onRanks(state, row) {
 function showContracts(parent) {
   const views = page.views.filter((view) => Object.keys(view.contract).length);
   if (!views.length) return;
-  const entries = [...new Set(views.flatMap((view) => Object.keys(view.contract)))];
-  const text = (view, entry) => (entry in view.contract ? JSON.stringify(sorted(view.contract[entry])) : "");
-  const differs = (entry) => views.some((view) => text(view, entry) !== text(views[0], entry));
-  const line = (entry) => el("tr", { class: differs(entry) ? "differs-row" : "" }, el("th", { scope: "row" }, entry), ...views.map((view) => el("td", {}, el("code", {}, short(text(view, entry))))));
+  const contracts = views.map((view) => flat(view.contract));
+  const entries = [...new Set(contracts.flatMap((one) => Object.keys(one)))];
+  const differs = (entry) => contracts.some((one) => one[entry] !== contracts[0][entry]);
+  const line = (entry) => el("tr", { class: differs(entry) ? "differs-row" : "" }, el("th", { scope: "row" }, entry), ...contracts.map((one) => el("td", {}, one[entry] ?? el("span", { class: "quiet" }, "has none"))));
   const table = (which, title) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "entry"), ...views.map((view) => el("th", { scope: "col" }, view.label)))),
     el("tbody", {}, ...which.map(line))));
@@ -96,11 +96,21 @@ function showContracts(parent) {
     el("details", {}, el("summary", {}, `${same.length} entries that are the same`), table(same, "Entries that are the same")));
 }
 
-/** The same value with the keys of its objects in order, which is chance. */
-function sorted(value) {
-  if (Array.isArray(value)) return value.map(sorted);
-  if (value === null || typeof value !== "object") return value;
-  return Object.fromEntries(Object.keys(value).sort().map((key) => [key, sorted(value[key])]));
+/** A contract as lines of text: an entry that has entries of its own, such as sharding, is a line for each. */
+function flat(contract) {
+  const lines = Object.entries(contract).flatMap(([entry, value]) =>
+    isObject(value) ? Object.keys(value).sort().map((key) => [`${entry}: ${key}`, value[key]]) : [[entry, value]]);
+  return Object.fromEntries(lines.map(([entry, value]) => [entry, short(valueText(value))]));
+}
+
+function valueText(value) {
+  if (value === null) return "none";
+  if (Array.isArray(value)) return value.map(valueText).join(", ") || "none";
+  return isObject(value) ? Object.keys(value).sort().map((key) => `${key}: ${valueText(value[key])}`).join("; ") || "none" : String(value);
+}
+
+function isObject(value) {
+  return value !== null && typeof value === "object" && !Array.isArray(value);
 }
 
 function short(text) {

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground import origin
-from lockstep.page.payload import HEADS, Page, Placed, View, nearest_of
+from lockstep.page.payload import HEADS, Page, Placed, View, worst_of
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.recorded_rows import StepVerdict, times
@@ -21,15 +23,17 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     """Write report.html into the recording's folder."""
     *said, headline = recorded_report.lines(steps, run)
     verdict, _, lead = headline.partition(": ")
+    model = recording.skeleton
     page = Page(
         "recording",
         verdict,
-        f"a recorded run of {run.steps} steps, {len(steps)} of them judged",
+        f"{recording.folder.absolute().name}: {type(model).__name__}, {_size(model)}, {len(steps)} of {run.steps} steps judged",
         lead,
         [line.strip() for line in said],
-        _found_out(recording),
+        _found_out(recording, model),
+        command=recording.origin.command,
     )
-    for name, module in recording.skeleton.named_modules():
+    for name, module in model.named_modules():
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
@@ -44,7 +48,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
                 "FAIL" if far else "PASS",
                 f"{len(rows)} values of {len(steps)} steps",
                 (far[0].step, far[0].name, far[0].describe() + times(far[0])) if far else None,
-                nearest_of(rows),
+                worst_of(rows),
                 len(far),
                 ranks=ranks,
                 differing=differing,
@@ -56,18 +60,30 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     write_page(page, recording.folder)
 
 
-def _found_out(recording: Recording) -> list[tuple[str, str]]:
-    first = recording.steps[0][0]
+def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, str]]:
+    first, made = recording.steps[0][0], recording.origin
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
-        ("recording", f"{recording.folder.name}: {len(recording.steps)} steps of {first.world_size} ranks"),
+        ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
+        (
+            "recorded",
+            f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps of {first.world_size} ranks",
+        ),
+        ("command of the run", made.command or "not recorded"),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
-        ("versions", f"recorded with torch {first.torch}"),
+        (
+            "versions",
+            ", ".join(f"{name} {one}" for name, one in (made.versions or {"torch": first.torch}).items()),
+        ),
         ("judged", f"{origin.now()} by {origin.command()}"),
         ("Lockstep", origin.commit()),
         ("processor of the judge", ", ".join((origin.cpu(), *origin.instruction_sets()))),
     ]
+
+
+def _size(model: torch.nn.Module) -> str:
+    return f"{sum(one.numel() for one in model.parameters()):,} parameters"
 
 
 def _differing(recording: Recording, step: int) -> Iterator[tuple[int, str, list[int], list[int]]]:

@@ -13,35 +13,47 @@ function showTensor(parent, state) {
     const found = rowOf(state.view, state.step, name, alone)?.said;
     return found ? [el("p", { class: "where" }, `${alone ? "By itself, " : ""}${found}`)] : [];
   });
+  const ways = page.kind === "verification" && page.tables.some((table) => table.alone);
   const text = page.names[name];
   const kind = KINDS[kindOf(text)] ?? kindOf(text);
   parent.replaceChildren(
     el("h3", { id: "tensor-name", tabindex: -1 }, el("code", {}, text)),
-    el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}: `,
+    el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}${ways ? `, ${wayOf(state.alone)}` : ""}: `,
       row === null ? "it is not among the tensors that were judged here" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
       row?.where ? ` (worst in ${row.where})` : ""),
     ...said,
-    numbers(name, state),
+    ...numbers(name, state),
     ...onRanks(state, row),
     ...pictureOf(name, state, row),
   );
 }
 
-/** Numbers of the tensor in every step of every view that has it. */
+/** Numbers of the tensor in every step of every run: first as it is computed where it is open, the open run first. */
 function numbers(name, state) {
-  const alone = tables.some((table) => table.alone && table.has(name));
-  const head = ["step", "run", alone ? "share, and by itself" : "share", "2-norm", "largest element"];
-  const body = tables.filter((table) => table.has(name) && !table.alone).map((table) => {
-    const row = table.row(name);
-    const alone = rowOf(table.view, table.step, name, true);
-    const now = table.view === state.view && table.step === state.step;
-    return el("tr", { class: now ? "now" : "" },
-      el("td", {}, String(table.step)), el("td", {}, labelOf(table.view), el("br"), el("span", { class: "quiet" }, `norm ${row.norm === null ? "not finite" : row.norm}`)),
-      el("td", { class: "number" }, shared(row), ...(alone ? [el("br"), shared(alone)] : [])),
-      ...[[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated, 1)}`))));
+  const wayOfTable = (table) => (page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone));
+  const open = page.kind === "recording" ? page.views[state.view].name : wayOf(state.alone);
+  const found = tables.filter((table) => table.has(name));
+  const ways = [...new Set([open, ...found.map(wayOfTable)])].map((way) => [way, found.filter((table) => wayOfTable(table) === way)]).filter(([, of]) => of.length);
+  const sections = ways.map(([way, of]) => {
+    const rows = [...of].sort((one, two) => (two.view === state.view) - (one.view === state.view));
+    return el("section", {}, el("h3", {}, `Errors ${way === "from the batch" ? "from the batch on" : "of each module by itself"}`), numbersOf(name, rows, (table) => way === open && table.view === state.view && table.step === state.step));
   });
-  return el("section", {}, el("h3", {}, "Relative errors, of what is tolerated"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Relative errors" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...head.map((one, place) => el("th", { scope: "col", class: place > 1 ? "number" : "" }, one)))), el("tbody", {}, ...body))));
+  if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch on, the rounding errors of all that comes before it add up."));
+  return sections;
+}
+
+function numbersOf(name, of, isOpen) {
+  const runs = page.kind === "verification";
+  const head = ["step", ...(runs ? ["run"] : []), "of tolerated", ...(of[0].alone ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])];
+  const body = of.map((table) => {
+    const row = table.row(name);
+    const errors = [[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated, 1)}`)));
+    return el("tr", { class: isOpen(table) ? "now" : "" },
+      el("td", {}, String(table.step)), runs ? el("td", {}, labelOf(table.view)) : null,
+      el("td", { class: "number" }, shared(row)), ...(table.alone ? [el("td", {}, row.said || "nothing")] : errors));
+  });
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Errors in every step" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: /^(step|run|what)/.test(one) ? "" : "number" }, one)))), el("tbody", {}, ...body)));
 }
 
 function shared(row) {

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
-from lockstep.page.payload import HEADS, Losses, Page, View, nearest_of, short
+from lockstep.ground import origin
+from lockstep.page.payload import HEADS, Losses, Page, View, short, worst_of
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
 from lockstep.plan.mesh import Mesh
@@ -32,6 +33,7 @@ def write(
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},
+        command=origin.command(),
     )
     for name, found in result.runs.items():
         view = _view(result, name, found)
@@ -74,7 +76,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
         result.verdict(name),
         f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
         first and (first[0], first[2], first[3]),
-        nearest_of(run.counted),
+        worst_of([*run.counted, *(row for row in run.by_themselves if row.too_far)]),
         len(run.failures),
         [(cause.name, cause.evidence) for cause in found.causes],
         found.excluded,

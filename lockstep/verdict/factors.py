@@ -38,6 +38,7 @@ class Factor:
     """A part of a tensor that is 1 + `excess` times what it should be."""
 
     name: str
+    shape: tuple[int, ...]
     part: Part | None  # None: all of it
     excess: float
     tolerated: float
@@ -48,8 +49,22 @@ class Factor:
         return abs(self.excess) / self.tolerated
 
     def describe(self) -> str:
-        part = "all of it" if self.part is None else "[{1}:{2}] of dim {0}".format(*self.part)
-        return f"{part}{self.where} is {1 + self.excess:.7g} times what it should be, tolerated {self.tolerated:.1e} of a factor"
+        part, is_, it = self._in_words()
+        return f"{part}{self.where} {is_} {1 + self.excess:.7g} times what {it} should be, tolerated {self.tolerated:.1e} of a factor"
+
+    def _in_words(self) -> tuple[str, str, str]:
+        """("rows 32 to 63 of 64", "are", "they")"""
+        if self.part is None:
+            return "all of it", "is", "it"
+        dim, start, stop = self.part
+        behind = len(self.shape) - 1 - dim
+        word = "element" if len(self.shape) == 1 else "column" if behind == 0 else "row"
+        of = f"of {self.shape[dim]}"
+        if len(self.shape) > 2 and behind > 0:
+            word, of = "slice", f"{of} along dim {dim}"
+        if stop - start == 1:
+            return f"{word} {start} {of}", "is", "it"
+        return f"{word}s {start} to {stop - 1} {of}", "are", "they"
 
 
 @dataclass
@@ -57,6 +72,7 @@ class Projections:
     """Of one tensor. The last dim of each field is over `parts`, the first of `errors` and `freedom` over three kinds of sums."""
 
     name: str
+    shape: tuple[int, ...]
     parts: list[Part | None]
     excess: np.ndarray
     errors: np.ndarray  # standard errors
@@ -99,7 +115,7 @@ def farthest(one: Projections, number: int) -> Factor:
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
     part = _with_neighbours(one, place, tolerated)
-    return Factor(one.name, part, float(one.excess[place]), float(tolerated[place]))
+    return Factor(one.name, one.shape, part, float(one.excess[place]), float(tolerated[place]))
 
 
 def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Part | None:
@@ -149,7 +165,7 @@ def project(
     freedom = ratio(np.square(variances), fourth, otherwise=1.0) - 1
     freedom[2] = MANY
     parts = [part for cut, _, _ in cuts for part in 2 * cut]
-    return Projections(name, parts, excess, ratio(np.sqrt(variances), size), freedom)
+    return Projections(name, tuple(right.shape), parts, excess, ratio(np.sqrt(variances), size), freedom)
 
 
 def _summed(

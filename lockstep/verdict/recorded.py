@@ -26,7 +26,7 @@ from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_ranks import SAME_NORM, Ranks
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
+from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 SAME = 1e-9  # relative: two passes in float64
@@ -211,8 +211,10 @@ class _Step:
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = normalisation.sums(columns, weights_of)
         self._judge_kept_gradient(fitted, ranks)
-        self._judge_gradients(right, yardstick)
-        if len(verdict.wrong) > after_modules and not modules_wrong:
+        rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
+        verdict.rows += rows
+        wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
+        if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
 
@@ -291,6 +293,7 @@ class _Step:
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
+            self._say_gradients()
             return
         for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
             self.alone.add(called, *self._recorded(called), right, near)
@@ -298,6 +301,7 @@ class _Step:
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
         rows = self.alone.judge(self.gradients, nominal if known else None)
         self.verdict.alone = rows
+        self._say_gradients()
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
@@ -404,14 +408,13 @@ class _Step:
                 if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
                     self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
 
-    def _judge_gradients(self, right: Gradients, yardstick: Gradients) -> None:
-        """Each tensor against the sum of the micro batches' gradients."""
-        rows = judged_gradients(self.verdict.step, self.gradients, right, yardstick, self.precision)
-        self.verdict.rows += rows
+    def _say_gradients(self) -> None:
+        """Says which gradients are too far from the sum of the micro batches'."""
+        rows = [row for row in self.verdict.rows if row.kind == "gradient"]
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: {worst.describe()}{times(worst)}"
+                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}"
             )

@@ -52,6 +52,9 @@ class StepVerdict:
         """Say with the verdict what was not judged."""
         self.unseen = f"{self.unseen}; {said}" if self.unseen else said
 
+    def by_itself(self, name: str) -> Judgement | None:
+        return next((row for row in self.alone if row.name == name), None)
+
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
         """Adds a row of a single number; `tolerated` is absolute."""
         row = Judgement(self.step, name, distance_of_numbers(own, reference), tolerated, tolerated)
@@ -61,9 +64,17 @@ class StepVerdict:
 
 def times(row: Judgement) -> str:
     """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor, or one is told of a part."""
-    scale = row.distance.scale
-    mostly = row.factor is None and abs(scale - 1) > MOSTLY * row.distance.relative
-    return f"; it is {scale:.5g} times the reference's" if mostly else ""
+    distance = row.distance
+    mostly = row.factor is None and abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
+    what = "it" if distance.change == distance.norm else "its change"
+    return f"; {what} is {distance.scale:.5g} times the reference's" if mostly else ""
+
+
+def described(row: Judgement, alone: Judgement | None) -> str:
+    """What is wrong with a row from the batch on, with its factor: the one of a part is known to the same row of modules by themselves."""
+    if alone is None or alone.factor is None:
+        return row.describe() + times(row)
+    return f"by itself, {alone.factor.describe()}; from the batch, {row.describe()}"
 
 
 def briefly(row: Judgement) -> str:

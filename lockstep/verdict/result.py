@@ -8,6 +8,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Measured, relative
 from lockstep.verdict.judgement import MULTIPLE, Judgement
+from lockstep.verdict.recorded_rows import described
 from lockstep.verdict.records import Chosen, Loss, Norm
 
 FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
@@ -192,7 +193,10 @@ class Findings:
     @functools.cached_property
     def failures_from_batch(self) -> list[Failure]:
         """Of the whole computation: what is too far from the reference, which computes from the batch on."""
-        wrong = [(row.step, row.name, row.describe()) for row in self.too_far]
+        alone = {(row.step, row.name): row for row in self.by_themselves}
+        wrong = [
+            (row.step, row.name, described(row, alone.get((row.step, row.name)))) for row in self.too_far
+        ]
         for step, name, ranks in self.differing:
             if (step, name) not in self.excused:
                 where = ", ".join(f"rank {rank}" for rank in ranks)
