@@ -7,14 +7,13 @@ from test_streamed import Twice, mixture, recorded
 from lockstep import judge
 
 
-@pytest.mark.parametrize("how", [("--workers", "2"), ("--workers", "2", "--memory", "0"), ("--ray",)])
-@pytest.mark.parametrize("factor, status", [(1.0, 0), (1.001, 1)])
-def test_tasks_find_the_same(tmp_path, how, factor, status):
+@pytest.mark.parametrize("how", [("--workers", "2", "--memory", "0"), ("--ray",)])
+def test_tasks_find_the_same(tmp_path, how):
     torch.manual_seed(0)
-    recorded(tmp_path, mixture(), factor=factor)
+    recorded(tmp_path, mixture(), factor=1.001)
     found = []
     for options in ((), how):
-        assert judge.main([str(tmp_path), *options]) == status
+        assert judge.main([str(tmp_path), *options]) == 1
         found.append((tmp_path / "report.json").read_bytes())
     assert found[0] == found[1]
 
