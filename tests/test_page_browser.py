@@ -165,7 +165,7 @@ def test_the_finding_leads_to_its_tensor(opened):
     page.tab.click('.cell[aria-label^="forward/model.norm,"]')
     page.tab.click(".finding button")
     assert page.text("#tensor h3") == "gradient/model.layers.1.mlp.down_proj.weight"
-    assert "step 1, FSDP: too far" in page.text("#tensor")
+    assert "step 1, FSDP, from the batch: too far" in page.text("#tensor")
     assert page.tab.is_checked('input[name="view"][value="1"]') and page.tab.is_checked(
         'input[name="step"][value="1"]'
     )
@@ -185,7 +185,7 @@ def test_each_module_by_itself(opened):
         (HIDDEN, "gradient/model.layers.1.mlp.down_proj.weight")
     )
     page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
-    assert "By itself, [4:8] of dim 0 is 1.003 times what it should be" in page.text("#tensor")
+    assert "By itself, rows 4 to 7 of 8 are 1.003 times what they should be" in page.text("#tensor")
     assert "The factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1)." in page.text("#tensor")
     page.tab.check('input[name="view"][value="0"]')
     assert not wrong() and "by itself, 0." in page.text("#reading"), page.text("#reading")
