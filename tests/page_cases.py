@@ -90,7 +90,9 @@ def comparison(verdict):
             step: [row(step, name, wrong and name in (WRONG, HEADED, HEADLESS)) for name in tensors]
             for step in (1, 2)
         }
-        one = view(label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": SHARDING[label]})
+        one = view(
+            label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": SHARDING[label]}
+        )
         one.differing = [(1, WRONG, [3], [6])] if wrong else []
         one.causes = [("shard", f"see {HOSTILE}")] if wrong else []
         for step, of_step in rows.items():

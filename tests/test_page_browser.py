@@ -426,11 +426,20 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
     page.tab.check('input[name="view"][value="0"]')
     page.tab.click("#issue")
     text = page.tab.input_value("dialog textarea")
-    for wanted in ("| DDP | PASS |", "| FSDP | FAIL |", "- FSDP, step 1, from the batch: `", "- FSDP, step 2, from the batch: `"):
+    for wanted in (
+        "| DDP | PASS |",
+        "| FSDP | FAIL |",
+        "- FSDP, step 1, from the batch: `",
+        "- FSDP, step 2, from the batch: `",
+    ):
         assert wanted in text, wanted
-    assert f"- FSDP, step 2, each module by itself: `{HIDDEN}`" in text and "python -m lockstep.compare" in text
+    assert (
+        f"- FSDP, step 2, each module by itself: `{HIDDEN}`" in text and "python -m lockstep.compare" in text
+    )
     assert page.tab.evaluate("document.querySelector('dialog textarea').scrollTop") == 0
-    assert page.tab.evaluate("(one => one.scrollHeight > one.clientHeight)(document.querySelector('dialog textarea'))")
+    assert page.tab.evaluate(
+        "(one => one.scrollHeight > one.clientHeight)(document.querySelector('dialog textarea'))"
+    )
 
 
 def test_what_the_verdict_is_about_comes_first_in_a_panel(opened):

@@ -65,11 +65,17 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
         ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
-        ("recorded", f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps of {first.world_size} ranks"),
+        (
+            "recorded",
+            f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps of {first.world_size} ranks",
+        ),
         ("command of the run", made.command or "not recorded"),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
-        ("versions", ", ".join(f"{name} {one}" for name, one in (made.versions or {"torch": first.torch}).items())),
+        (
+            "versions",
+            ", ".join(f"{name} {one}" for name, one in (made.versions or {"torch": first.torch}).items()),
+        ),
         ("judged", f"{origin.now()} by {origin.command()}"),
         ("Lockstep", origin.commit()),
         ("processor of the judge", ", ".join((origin.cpu(), *origin.instruction_sets()))),
