@@ -408,7 +408,8 @@ def test_copy_as_issue(opened):
     page.tab.click("#issue")
     text = page.tab.input_value("dialog textarea")
     for wanted in (
-        "**FAIL**: FSDP",
+        "**FAIL**: tiny-qwen2 in fp32",
+        "### First tensor that is too far: FSDP",
         "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",
         "rows 4 to 7",
         "| [7, 5] | 2 | 1 |",
