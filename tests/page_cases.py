@@ -17,6 +17,7 @@ HEADLESS = "exp_avg/model.layers.1.self_attn.o_proj.weight"  # whose 6 columns a
 ALONE = (HIDDEN, WRONG)
 SHARDS = [[8, 6], {"tp": 0}]
 TOLERANCE = 1e-6
+SHARDING = {"DDP": {"replicas": 2}, "FSDP": {"shards": [2, 4]}}
 
 
 def names():
@@ -80,6 +81,7 @@ def comparison(verdict):
             3e-7,
         ),
         heads={"": [4, 2, None, 8]},
+        command="python -m lockstep.compare ddp fsdp reference",
     )
     ranks = [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
     for label, wrong in (("DDP", False), ("FSDP", bad)):
@@ -88,7 +90,9 @@ def comparison(verdict):
             step: [row(step, name, wrong and name in (WRONG, HEADED, HEADLESS)) for name in tensors]
             for step in (1, 2)
         }
-        one = view(label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": label})
+        one = view(
+            label, [*rows[1], *rows[2]], ranks=ranks, contract={"eps": 1e-8, "sharding": SHARDING[label]}
+        )
         one.differing = [(1, WRONG, [3], [6])] if wrong else []
         one.causes = [("shard", f"see {HOSTILE}")] if wrong else []
         for step, of_step in rows.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.ground.errors import UserError
-from lockstep.verdict.factors import NOTHING, Factors
+from lockstep.verdict.factors import NOTHING, Factor, Factors
 from lockstep.verdict.lazy import Lazy, OnDisk
 
 SHAPE = (4, 64, 128)
@@ -89,6 +89,7 @@ def test_a_part_has_all_neighbours_with_its_factor(start, stop):
     own[32:64] *= 1.01
     (one,) = found(own, right + noise("element", right), right, is_weight=True)
     assert one.part == (0, start, stop), one.describe()
+    assert f"rows {start} to {stop - 1} of 128 are " in one.describe()
 
 
 def test_what_float32_leaves_is_no_factor():
@@ -151,3 +152,18 @@ def test_lazy_tensors_are_those_that_are_named():
     assert list(made) == ["a"] and len(made) == 1 and "b" not in made
     with pytest.raises(KeyError):
         made["b"]
+
+
+@pytest.mark.parametrize(
+    "shape, part, said",
+    [
+        ((8, 6), None, "all of it is"),
+        ((8, 6), (0, 3, 4), "row 3 of 8 is"),
+        ((8, 6), (1, 0, 2), "columns 0 to 1 of 6 are"),
+        ((9,), (0, 4, 9), "elements 4 to 8 of 9 are"),
+        ((2, 8, 6), (2, 1, 6), "columns 1 to 5 of 6 are"),
+        ((2, 8, 6), (1, 0, 4), "slices 0 to 3 of 8 along dim 1 are"),
+    ],
+)
+def test_a_part_in_words(shape, part, said):
+    assert Factor("gradient/x", shape, part, 0.003, 1e-6).describe().startswith(f"{said} 1.003 times")

@@ -117,7 +117,7 @@ def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
     content = payload(text)
-    nearest = max((view["nearest"] for view in content["views"]), key=lambda one: one[2])
+    nearest = max((view["worst"] for view in content["views"]), key=lambda one: one[2])
     assert content["verdict"] == "PASS" and f"The nearest came to {nearest[2]} of what is tolerated" in text
     for table in content["tables"]:
         assert table["far"] == [] and (table["alone"] or 8 <= len(table["pictures"]) <= 16)
@@ -153,7 +153,12 @@ def test_a_recording_has_both_ways(recorded):
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
         assert boxes == [[[[start, 0], [32, 128]]] for start in (0, 32)]
-    assert dict(content["found_out"])["optimizer"] == "torch.optim.adamw.AdamW"
+    found_out = dict(content["found_out"])
+    assert found_out["optimizer"] == "torch.optim.adamw.AdamW"
+    assert content["title"].startswith("run: Qwen2ForCausalLM, 107,072 parameters")
+    assert "Qwen2ForCausalLM" in found_out["model"] and "transformers " in found_out["versions"]
+    assert content["command"].startswith("python ") and content["command"] == found_out["command of the run"]
+    assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
 

@@ -165,7 +165,7 @@ def test_the_finding_leads_to_its_tensor(opened):
     page.tab.click('.cell[aria-label^="forward/model.norm,"]')
     page.tab.click(".finding button")
     assert page.text("#tensor h3") == "gradient/model.layers.1.mlp.down_proj.weight"
-    assert "step 1, FSDP: too far" in page.text("#tensor")
+    assert "step 1, FSDP, from the batch: too far" in page.text("#tensor")
     assert page.tab.is_checked('input[name="view"][value="1"]') and page.tab.is_checked(
         'input[name="step"][value="1"]'
     )
@@ -185,7 +185,7 @@ def test_each_module_by_itself(opened):
         (HIDDEN, "gradient/model.layers.1.mlp.down_proj.weight")
     )
     page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
-    assert "By itself, [4:8] of dim 0 is 1.003 times what it should be" in page.text("#tensor")
+    assert "By itself, rows 4 to 7 of 8 are 1.003 times what they should be" in page.text("#tensor")
     assert "The factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1)." in page.text("#tensor")
     page.tab.check('input[name="view"][value="0"]')
     assert not wrong() and "by itself, 0." in page.text("#reading"), page.text("#reading")
@@ -408,7 +408,8 @@ def test_copy_as_issue(opened):
     page.tab.click("#issue")
     text = page.tab.input_value("dialog textarea")
     for wanted in (
-        "**FAIL**: FSDP",
+        "**FAIL**: tiny-qwen2 in fp32",
+        "### First tensor that is too far: FSDP",
         "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",
         "rows 4 to 7",
         "| [7, 5] | 2 | 1 |",
@@ -418,6 +419,61 @@ def test_copy_as_issue(opened):
         assert wanted in text, wanted
     page.tab.keyboard.press("Escape")
     page.tab.wait_for_selector("dialog", state="detached")
+
+
+def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginning(opened):
+    """Whatever is open: here, the run that passes."""
+    page = opened("fail")
+    page.tab.check('input[name="view"][value="0"]')
+    page.tab.click("#issue")
+    text = page.tab.input_value("dialog textarea")
+    for wanted in (
+        "| DDP | PASS |",
+        "| FSDP | FAIL |",
+        "- FSDP, step 1, from the batch: `",
+        "- FSDP, step 2, from the batch: `",
+    ):
+        assert wanted in text, wanted
+    assert (
+        f"- FSDP, step 2, each module by itself: `{HIDDEN}`" in text and "python -m lockstep.compare" in text
+    )
+    assert page.tab.evaluate("document.querySelector('dialog textarea').scrollTop") == 0
+    assert page.tab.evaluate(
+        "(one => one.scrollHeight > one.clientHeight)(document.querySelector('dialog textarea'))"
+    )
+
+
+def test_what_the_verdict_is_about_comes_first_in_a_panel(opened):
+    """Negative control: from the batch where that is open. Of the runs, the open one is first."""
+    by_itself, from_batch = "Errors of each module by itself", "Errors from the batch on"
+    page = opened("hidden")
+    heads = page.tab.locator("#tensor h3").all_inner_texts()
+    assert heads[1:3] == [by_itself, from_batch]
+    first = page.tab.locator("#tensor tbody tr").first.inner_text()
+    assert first.split("\t")[:2] == ["1", "FSDP"] and "1.003 times" in first
+    assert "Less is tolerated by itself" in page.text("#tensor")
+    page.tab.check('input[name="alone"][value="false"]')
+    assert page.tab.locator("#tensor h3").all_inner_texts()[1:3] == [from_batch, by_itself]
+
+
+def test_a_failing_run_has_what_is_farthest_beyond(opened):
+    page = opened("fail")
+    lines = page.tab.locator(".verdicts tbody tr").all_inner_texts()
+    assert "of what is tolerated" in lines[0] and "times what is tolerated" in lines[1]
+    assert "nearest" not in page.text("header")
+
+
+@pytest.mark.parametrize("width", [320, 400, 420])
+def test_the_summary_is_not_cut_off_on_a_narrow_screen(opened, width):
+    page = opened("fail", width=width)
+    for shown in page.tab.query_selector_all(".verdicts :is(th, td)"):
+        box = shown.bounding_box()
+        assert box is None or box["x"] + box["width"] <= width
+
+
+def test_a_contract_is_in_lines(opened):
+    lines = opened("fail").tab.locator("#contracts .differs-row").all_inner_texts()
+    assert lines == ["sharding: replicas\t2\thas none", "sharding: shards\thas none\t2, 4"]
 
 
 def test_where_no_tensor_was_judged(opened):

@@ -35,14 +35,15 @@ function numbers(name, state) {
   const found = tables.filter((table) => table.has(name));
   const ways = [...new Set([open, ...found.map(wayOfTable)])].map((way) => [way, found.filter((table) => wayOfTable(table) === way)]).filter(([, of]) => of.length);
   const sections = ways.map(([way, of]) => {
-    const rows = [...of].sort((one, two) => (two.view === state.view) - (one.view === state.view));
-    return el("section", {}, el("h3", {}, `Errors ${way === "from the batch" ? "from the batch on" : "of each module by itself"}`), numbersOf(name, rows, (table) => way === open && table.view === state.view && table.step === state.step));
+    const rows = [...of].sort((one, two) => (two.view === state.view) - (one.view === state.view) || one.view - two.view || one.step - two.step);
+    const title = `Errors ${way === "from the batch" ? "from the batch on" : "of each module by itself"}`;
+    return el("section", {}, el("h3", {}, title), numbersOf(name, title, rows, (table) => way === open && table.view === state.view && table.step === state.step));
   });
   if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch on, the rounding errors of all that comes before it add up."));
   return sections;
 }
 
-function numbersOf(name, of, isOpen) {
+function numbersOf(name, title, of, isOpen) {
   const runs = page.kind === "verification";
   const head = ["step", ...(runs ? ["run"] : []), "of tolerated", ...(of[0].alone ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])];
   const body = of.map((table) => {
@@ -52,7 +53,7 @@ function numbersOf(name, of, isOpen) {
       el("td", {}, String(table.step)), runs ? el("td", {}, labelOf(table.view)) : null,
       el("td", { class: "number" }, shared(row)), ...(table.alone ? [el("td", {}, row.said || "nothing")] : errors));
   });
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Errors in every step" }, el("table", {},
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: /^(step|run|what)/.test(one) ? "" : "number" }, one)))), el("tbody", {}, ...body)));
 }
 
