@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lockstep.plan.config import Config
 
 MOST_KINDS = 8  # of tensors of one parameter that a file has room for
-Fed = tuple[torch.Tensor, ...]  # input_ids, labels and further inputs of a micro batch, each (B, S)
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -98,7 +97,7 @@ class Capture:
         self.writers: dict[str, bool] = {}
         self.unfinished: list[Path] = []
 
-    def begin(self, strategy: Captured, step: int, fed: Sequence[Fed] = ()) -> None:
+    def begin(self, strategy: Captured, step: int, fed: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
         """Before the step's first forward pass: open the file and register the hooks.
 
         `fed` are the micro batches that the strategy is given. They are recorded where the model is called

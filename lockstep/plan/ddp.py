@@ -40,9 +40,9 @@ def of(config: Config) -> Options:
     return Options(**config.own)
 
 
-def synced(config: Config) -> list[str]:
-    """What happens to the gradients of each micro batch of a step."""
-    early, last = SYNCS[of(config).gradient_sync]
+def synced(config: Config, sync: tuple[str, str]) -> list[str]:
+    """What happens to the gradients of each micro batch of a step, by that of all but the last and of the last."""
+    early, last = sync
     return [early] * (config.gradient_accumulation_steps - 1) + [last]
 
 
@@ -76,5 +76,5 @@ class DDP(Spec):
             "find_unused_parameters": own.find_unused_parameters,
             "gradient_as_bucket_view": own.gradient_as_bucket_view,
             "bucket_bytes": int(own.bucket_cap_mb * 2**20),
-            "gradients_of_micro_batches": synced(config),
+            "gradients_of_micro_batches": synced(config, SYNCS[own.gradient_sync]),
         }

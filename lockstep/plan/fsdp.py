@@ -6,12 +6,11 @@ from typing import Any
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.flags import flag, number, true_or_false
-from lockstep.plan import stages
+from lockstep.plan import ddp, stages
 from lockstep.plan.config import BLUE, Config, Cut, Spec
 from lockstep.plan.cuts import BALANCED
 
-# --gradient_sync -> what happens to the gradients of a micro batch, and of the last one
-SYNCS = {"last": ("none", "all"), "every": ("all", "all"), "scatter": ("shards", "all")}
+SYNCS = ddp.SYNCS | {"scatter": ("shards", "all")}
 
 
 def _true_false_or_number(text: str) -> float:
@@ -95,12 +94,6 @@ class Pipeline:
         return stages.expected(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
 
 
-def synced(config: Config) -> list[str]:
-    """What happens to the gradients of each micro batch of a step."""
-    early, last = SYNCS[of(config).gradient_sync]
-    return [early] * (config.gradient_accumulation_steps - 1) + [last]
-
-
 @dataclass(frozen=True)
 class FSDP(Spec):
     name: str = "fsdp"
@@ -179,6 +172,6 @@ class FSDP(Spec):
             "positions_in_norms": [config.seq_length // config.cp_size // config.tp_size]
             if own.sequence_parallel
             else [],
-            "gradients_of_micro_batches": synced(config),
+            "gradients_of_micro_batches": ddp.synced(config, SYNCS[own.gradient_sync]),
             "wrap": own.wrap,
         }

@@ -16,15 +16,13 @@ from lockstep.inputs.samples import IGNORED
 from lockstep.inputs.shapes import from_config
 from lockstep.plan import compiled
 from lockstep.training.observe import collectives
-from lockstep.training.strategy import Strategy
-
-Fed = tuple[torch.Tensor, ...]  # a micro batch, as a strategy is given it
+from lockstep.training.strategy import MicroBatch, Strategy
 
 
 class Listener(Protocol):
     """The moments of a step; every rank calls them in this order, so each may be collective."""
 
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         """Before the forward pass of `step`, from 1, with the micro batches of this rank."""
         return
 
@@ -40,7 +38,7 @@ class Listener(Protocol):
 class GroupNorms(Listener):
     """The gradient norm of each layer, of the embedding and of the rest (--group_norms)."""
 
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         self.strategy = strategy
 
     def gradients(self) -> None:
@@ -53,7 +51,7 @@ class GroupNorms(Listener):
 class CountedCollectives(Listener):
     """The collective operations of a step (--count_collectives), by name in `counted` after it."""
 
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         self.counting = contextlib.ExitStack()
         self.counted = self.counting.enter_context(collectives())
 
@@ -72,7 +70,7 @@ class ComputeDtypes(Listener):
             "embedding_dtype": set(),
         }
 
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         self._handles: list[RemovableHandle] = []
         names = modules.names_in(strategy.model)
         for name, module in strategy.model.named_modules():

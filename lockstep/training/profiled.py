@@ -13,8 +13,8 @@ from torch.autograd import DeviceType
 
 from lockstep.ground.collective import gather_objects, stopping_together
 from lockstep.ground.files import write_atomically
-from lockstep.training.listeners import Fed, Listener
-from lockstep.training.strategy import Strategy
+from lockstep.training.listeners import Listener
+from lockstep.training.strategy import MicroBatch, Strategy
 
 STEP = "lockstep step "
 Span = tuple[float, float]  # begin and end
@@ -26,7 +26,7 @@ class Profile(Listener):
     def __init__(self, path: Path, last: int):
         self.path, self.last, self.steps = path, last, list[int]()
 
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[Fed]) -> None:
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         if not self.steps:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
