@@ -1,9 +1,9 @@
 """Record and judge a step of a model of real size on one machine: seconds, bytes, peak memory; and a planted bug, found.
 
     PYTHONPATH=. python benchmarks/full_size.py --work_dir runs/full_size --output results/full_size.json
-    PYTHONPATH=. python benchmarks/full_size.py --model Llama-2-7B --layers 3 --memory 6 --work_dir runs/full_size --output results/full_size_7b.json
+    PYTHONPATH=. python benchmarks/full_size.py --model Llama-2-7B --layers 3 --optimizer SGD --memory 6 --work_dir runs/full_size --output results/full_size_7b.json
 
-A model's configuration with random weights, or its first --layers. FSDP2 over two ranks in autocast, one sequence of 128 tokens a rank, AdamW.
+A model's configuration with random weights, or its first --layers. FSDP2 over two ranks in autocast, one sequence of 128 tokens a rank.
 The bug: the gradient of one layer's q_proj.weight is 1.003 times what it should be.
 """
 
@@ -42,7 +42,7 @@ MODELS = {
 }
 
 
-def worker(folder: Path, architecture: dict, planted: bool) -> None:
+def worker(folder: Path, architecture: dict, optimizer_name: str, planted: bool) -> None:
     """One rank: one recorded step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def worker(folder: Path, architecture: dict, planted: bool) -> None:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=1e-5)
         generator = torch.Generator().manual_seed(dist.get_rank())
         ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("runs/full_size"))
     parser.add_argument("--model", choices=list(MODELS), default="Qwen2.5-0.5B")
     parser.add_argument("--layers", type=int, help="how many (default: all)")
+    parser.add_argument("--optimizer", choices=["AdamW", "SGD"], default="AdamW")
     parser.add_argument("--memory", help="GB, as for the judge")
     parser.add_argument("--output", type=output('{\n "model": '))
     parser.add_argument("--planted", choices=["no", "yes"], help="what a rank does (the ranks' own option)")
@@ -107,15 +108,28 @@ def main() -> None:
     layers = options.layers or MODELS[options.model]["num_hidden_layers"]
     if options.planted is not None:
         architecture = {**MODELS[options.model], "num_hidden_layers": layers}
-        return worker(options.work_dir, architecture, options.planted == "yes")
+        return worker(options.work_dir, architecture, options.optimizer, options.planted == "yes")
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    found: dict = {"model": options.model, "layers": layers, "tokens": 2 * LENGTH}
+    found: dict = {
+        "model": options.model,
+        "layers": layers,
+        "optimizer": options.optimizer,
+        "tokens": 2 * LENGTH,
+    }
     found |= {"memory asked for, GB": options.memory, "torch": torch.__version__}
     memory = ["--memory", options.memory] if options.memory else []
     for planted in ("no", "yes"):
         folder = options.work_dir / "run"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        start += [__file__, "--model", options.model, "--layers", str(layers)]
+        start += [
+            __file__,
+            "--model",
+            options.model,
+            "--layers",
+            str(layers),
+            "--optimizer",
+            options.optimizer,
+        ]
         recorded = watched([*start, "--work_dir", str(folder), "--planted", planted], 1)
         judged = watched([sys.executable, "-m", "lockstep.judge", str(folder), *memory], 2)
         files = [path for path in folder.rglob("*") if path.is_file()]

@@ -1037,6 +1037,14 @@ class FirstFrozen(Heads):
         return super().forward(values + checkpoint(self.last, self.first(values), use_reentrant=True))
 
 
+class Signs(Own):
+    """These are numbers of 16 bits, too, but not what rounding leaves."""
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad.sign_()
+
+
 # The loop's own loss is given.
 
 

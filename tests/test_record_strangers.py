@@ -60,6 +60,7 @@ WRONG = {
     "Reordered": "step 1: 2 of 6 gradients are too far from the reference, most of all ",
     "Compressed": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
     "OtherSamplesOnShards": "step 1: gradients differ between ranks that hold the same: ",
+    "Signs": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "FusedLoss": "step 1: if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large",
     "FrozenBefore": "step 1: last.weight has no gradient on rank 0, though the loss depends on it",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
