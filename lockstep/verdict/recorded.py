@@ -29,11 +29,7 @@ from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
-<<<<<<< HEAD
-=======
-KINDS = {"weight": "weights", "gradient": "gradients"}
 ROUNDED = 4  # relative errors of one rounding, that those of a rounded and reduced gradient may have
->>>>>>> loops
 SAME = 1e-9  # relative: two passes in float64
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
