@@ -22,6 +22,7 @@ SLOW = [
     "test_converging",
     "test_faults",
     "test_clean",
+    "test_foreign_bugs",
     "test_record_ray",
     "test_terminal",
     "test_run_verification",

@@ -1,7 +1,7 @@
 """What is planted in a real distributed run to see the loop's own guards and DDP's verdict go red.
 
 `fault(name, config, inputs, make_strategy)` is a context that yields what makes the live strategy. Faults of AutoTP and FSDP
-are in lockstep/faults; names from there are good here, too.
+are in lockstep/faults, bugs that the diagnosis does not know in foreign.py; names from there are good here, too.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from foreign import FOREIGN
 
 from lockstep.faults import CATALOGUE, planted
 from lockstep.plan.mesh import Geometry
@@ -19,8 +20,8 @@ from lockstep.plan.mesh import Geometry
 @contextlib.contextmanager
 def fault(name: str, config, inputs, make_strategy):
     """Yields make_strategy with the fault in what it makes."""
-    if name in CATALOGUE or name in IDLE:
-        with planted(IDLE.get(name, name), config, inputs, make_strategy) as make:
+    if name in CATALOGUE or name in FOREIGN:
+        with planted(FOREIGN.get(name, name), config, inputs, make_strategy) as make:
             yield make
         return
     with FAULTS[name](config, inputs) as wrap:
@@ -182,22 +183,6 @@ def _defaults(config, inputs):
         yield lambda strategy: strategy
 
 
-def replaces_what_nobody_calls(run):
-    """Without a dump, nobody asks what a rank holds."""
-    strategy = yield
-    run.patch(strategy, "held", list)
-
-
-def replaces_what_nobody_reads(run):
-    """The parameters are read elsewhere, but not for the norm."""
-    strategy = yield
-    run.patch_during(strategy, "grad_norm", strategy, "parameters", [])
-
-
-IDLE = {
-    one.__name__.replace("_", " "): f"{__file__}:{one.__name__}"
-    for one in (replaces_what_nobody_calls, replaces_what_nobody_reads)
-}
 FAULTS = {
     "learning rate of the first step": _wrapping(_first_rate),
     "another ZeRO stage": _another_stage,
