@@ -140,9 +140,9 @@ class _Step:
                 f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
             )
         if self.ranks[0].hooked:
-            raise UserError(
+            verdict.notes.append(
                 f"a forward hook changes what {recorded_update.and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
-                "let the module's forward method do it, or record a run without it"
+                "if that is meant, let the module's forward method do it"
             )
         self._judge_clips()
         self.gradients = gradients
