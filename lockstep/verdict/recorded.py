@@ -26,7 +26,8 @@ from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients, times
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
-ROUNDED = 4  # relative errors of one rounding, that those of a rounded and reduced gradient may have
+# Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
+ROUNDED = 4
 SAME = 1e-9  # relative: two passes in float64
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
