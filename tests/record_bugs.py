@@ -966,6 +966,15 @@ class Unshifted(torch.nn.Module):
         }
 
 
+class StepsAfterEach(MicroMeans):
+    """The loss is divided by two micro batches, and the optimizer steps after each."""
+
+    micro = 1
+
+    def backward(self, loss):
+        super().backward(loss / 2)
+
+
 class NewOptimizer(MicroMeans):
     """A new optimizer in each step loses what the last one kept."""
 

@@ -132,7 +132,7 @@ def test_the_page_has_it(copied):
     (place,) = alone["far"]
     assert alone["names"][place] == content["names"][name]
     said, part = alone["said"][str(place)]
-    assert part == [0, 32, 64] and said.startswith("[32:64] of dim 0 is 1.0")
+    assert part == [0, 32, 64] and said.startswith("rows 32 to 63 of 64 are 1.0")
     assert alone["pictures"][str(place)]["shape"] == [64, 64]
 
 

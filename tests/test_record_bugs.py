@@ -62,6 +62,12 @@ BUGS = {
         0.5,
         "",
     ),
+    "StepsAfterEach": (
+        f"step 1: the gradient is 0.5 times that of the mean of the ranks' token means, which is {ONE_OF_DP}{BEGINS}; a loss that is divided by 2 micro batches has it, too, where the optimizer steps after each",
+        NAMED,
+        0.5,
+        "",
+    ),
     "LossScaleKept": (f"step 1: the gradient is 1024 times {MEANS}{BEGINS}", UNEXPLAINED, 1024.0, ""),
     "LossRoundedToBf16": (
         f"step 1: the gradient is 1.001953 times {MEANS}{BEGINS}",

@@ -172,7 +172,7 @@ def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast)
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(DENSE.format(before=before, after=after, autocast=autocast))
     assert record.main(["--output", str(output), "--steps", "1", str(script)]) == 0
-    (verdict,) = recorded.judge(Recording(output))
+    verdict = recorded.judge(Recording(output), 1)
     capsys.readouterr()
     assert bool(verdict.wrong) == bool(wrong)
     found = [row.name for row in verdict.alone if row.too_far]

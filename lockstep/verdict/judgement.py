@@ -106,7 +106,7 @@ class Judgement:
 
     def describe(self) -> str:
         distance = self.distance
-        hidden = "" if self.is_far else "rounding errors explain its distance, but no common factor: "
+        hidden = "" if self.is_far else "its distance is within rounding errors, that factor is not: "
         factor = "" if self.factor is None else f"{self.factor.describe()}; {hidden}"
         return (
             f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "

@@ -23,6 +23,11 @@ from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.records import float32_norm_error
 
 TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
+# Where a factor came in
+BEGUN = "; it is there when the backward pass begins"
+LATER = (
+    "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
+)
 MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing would not be seen
 
 
@@ -206,22 +211,27 @@ class Weighed:
         why = self._why(factor)
         if not why and factor < 1 and not self.ranks[0].clips:
             why = "; no clipping by a norm was seen"
-        return f"the gradient is {factor:.7g} times that of {weighting.label}{why}{self._entered(known)}"
+        entered = self._entered(known)
+        if entered == BEGUN:
+            entered += self._stepped_too_often(factor)
+        return f"the gradient is {factor:.7g} times that of {weighting.label}{why}{entered}"
+
+    def _stepped_too_often(self, factor: float) -> str:
+        """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
+        times = round(1 / factor) if factor > 0 else 0
+        alone = len(self.ranks[0].micro_batches) == 1
+        if times < 2 or not alone or abs(times * factor - 1) > self.verdict.tolerated_weights:
+            return ""
+        return f"; a loss that is divided by {times} micro batches has it, too, where the optimizer steps after each"
 
     def _entered(self, known: torch.Tensor) -> str:
         """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
         if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
             return ""
         begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
-        for factor, where in (
-            (self.verdict.factor, "it is there when the backward pass begins"),
-            (
-                1.0,
-                "the backward pass begins with the right one, so it comes in later, as in the reduction of gradients",
-            ),
-        ):
+        for factor, where in ((self.verdict.factor, BEGUN), (1.0, LATER)):
             if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
-                return f"; {where}"
+                return where
         return ""
 
     def _why(self, factor: float) -> str:
