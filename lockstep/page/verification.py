@@ -70,11 +70,12 @@ def _view(result: Result, name: str, run: Findings) -> View:
     mesh = Mesh(**run.dump.run["mesh"])
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
+    alone = f" from the batch, {len(run.by_themselves)} by themselves" if run.by_themselves else ""
     return View(
         name,
         result.label(name),
         result.verdict(name),
-        f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}",
+        f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}{alone}",
         first and (first[0], first[2], first[3]),
         worst_of([*run.counted, *(row for row in run.by_themselves if row.too_far)]),
         len(run.failures),
