@@ -10,7 +10,7 @@ from real_runs import environment, folders
 from terminal import on_terminal, screen_of, states_of
 
 SMALL = ["--batch_size", "2", "--seq_length", "32", "--num_layers", "1", "--device", "cpu"]
-STEP = r"{}: step (\d+)/{}  loss \d\.\d{{6}}  grad norm \d\.\d{{4}}(  [\dhmins ]+ left  \d+ tokens/s)?  0\.\d\d GiB"
+STEP = r"{}: step (\d+)/{}  loss \d\.\d{{6}}  grad norm \d+\.\d{{4}}(  [\dhmins ]+ left  \d+ tokens/s)?  0\.\d\d GiB"
 
 
 @pytest.fixture
