@@ -202,8 +202,7 @@ def test_what_only_a_module_by_itself_shows_is_open(opened):
         "No element is off by more than rounding errors explain."
     ) in page.text(".finding")
     assert "By itself\n1 of 2 tensors" in page.text(".finding")
-    page.tab.click("#issue")
-    text = page.tab.input_value("dialog textarea")
+    text = issue_of(page)
     assert "The factor is in rows 4 to 7" in text and "undefined" not in text
     page.tab.keyboard.press("Escape")
     page.tab.check('input[name="alone"][value="false"]')
@@ -403,10 +402,15 @@ def test_what_comes_from_a_file_stays_text(opened):
     assert page.tab.evaluate("window.broken") is None and page.said == []
 
 
+def issue_of(page):
+    """The text of "Copy as issue", whose dialog stays open."""
+    page.tab.click("#issue")
+    return page.tab.input_value("dialog textarea")
+
+
 def test_copy_as_issue(opened):
     page = opened("fail")
-    page.tab.click("#issue")
-    text = page.tab.input_value("dialog textarea")
+    text = issue_of(page)
     for wanted in (
         "**FAIL**: tiny-qwen2 in fp32",
         "### First tensor that is too far: FSDP",
@@ -425,8 +429,7 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
     """Whatever is open: here, the run that passes."""
     page = opened("fail")
     page.tab.check('input[name="view"][value="0"]')
-    page.tab.click("#issue")
-    text = page.tab.input_value("dialog textarea")
+    text = issue_of(page)
     for wanted in (
         "| DDP | PASS |",
         "| FSDP | FAIL |",
@@ -479,8 +482,7 @@ def test_a_contract_is_in_lines(opened):
 def test_where_no_tensor_was_judged(opened):
     page = opened("empty")
     assert "No tensor was judged" in page.text("#model")
-    page.tab.click("#issue")
-    assert "the gradient is not finite" in page.tab.input_value("dialog textarea") and page.said == []
+    assert "the gradient is not finite" in issue_of(page) and page.said == []
 
 
 def test_a_report_is_laid_over_another(opened, files):

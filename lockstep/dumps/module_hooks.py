@@ -98,7 +98,8 @@ class ModuleHooks:
             return None
         bare = self.bare.pop(module, output)
         if (
-            type(bare) is type(output) is torch.Tensor
+            bare is not output
+            and type(bare) is type(output) is torch.Tensor
             and bare.dtype == output.dtype
             and not torch.equal(bare, output)
         ):

@@ -444,9 +444,11 @@ class Recording:
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
                 block = self._tensor(rank, step, f"{name}#{number}")
-                if key in replicas and not torch.equal(replicas[key][0], block):
+                same = replicas.setdefault(key, [])
+                if same and not torch.equal(same[0], block):
                     odd.append(rank)
-                replicas.setdefault(key, []).append(block)
+                if mean or not same:
+                    same.append(block)
         blocks = [
             (
                 key,

@@ -24,11 +24,15 @@ class Task:
     step: int
     expect: str | None
     loss: str | None  # FILE.py:NAME
-    memory: float | None  # bytes; None: half of what is free where it is judged
+    memory: float | None  # bytes; None, for Ray: half of what is free where it is judged
 
-    def judge(self) -> StepVerdict:
+    def judge(self, recording: Recording) -> StepVerdict:
         loss = user_file.load(self.loss, "--loss") if self.loss else None
-        return recorded.judge(Recording(self.folder), self.step, self.expect, loss, self.memory)
+        return recorded.judge(recording, self.step, self.expect, loss, self.memory)
+
+    def judge_elsewhere(self) -> StepVerdict:
+        """In a process that has not read the recording."""
+        return self.judge(Recording(self.folder))
 
 
 def judge(
@@ -50,11 +54,16 @@ def judge(
         )
     steps = range(1, len(recording.steps) + 1)
     workers = min(workers, len(steps))
-    if workers > 1:
+    if not ray:
         memory = (free_bytes() / 2 if memory is None else memory) / workers
     folder = recording.folder.absolute()
     tasks = [Task(folder, step, expect, loss and user_file.absolute(loss), memory) for step in steps]
-    verdicts = _over_ray(tasks) if ray else _here(tasks, workers)
+    if ray:
+        verdicts = _over_ray(tasks)
+    elif workers > 1:
+        verdicts = _in_processes(tasks, workers)
+    else:
+        verdicts = [task.judge(recording) for task in tasks]
     if all(one.nothing for one in verdicts):
         raise UserError(
             "nothing but zeros arrives at what the model returned in the recorded steps, such as where all advantages are zero; record more (--steps)"
@@ -62,13 +71,11 @@ def judge(
     return verdicts
 
 
-def _here(tasks: list[Task], workers: int) -> list[StepVerdict]:
-    if workers == 1:
-        return [task.judge() for task in tasks]
+def _in_processes(tasks: list[Task], workers: int) -> list[StepVerdict]:
     with ProcessPoolExecutor(
         workers, get_context("spawn"), processes.end_with_parent, (signal.SIGKILL,)
     ) as pool:
-        return list(pool.map(Task.judge, tasks))
+        return list(pool.map(Task.judge_elsewhere, tasks))
 
 
 def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
@@ -81,7 +88,7 @@ def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
     clean = False
     try:
         here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # the user's code
-        task = ray.remote(Task.judge).options(runtime_env=here)
+        task = ray.remote(Task.judge_elsewhere).options(runtime_env=here)
         verdicts = ray.get([task.remote(one) for one in tasks])
         clean = True
         return verdicts

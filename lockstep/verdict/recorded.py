@@ -24,7 +24,7 @@ from lockstep.verdict.normalisation import Fit, Gradients
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
-from lockstep.verdict.recorded_ranks import SAME_NORM, Ranks
+from lockstep.verdict.recorded_ranks import Ranks
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
@@ -119,11 +119,12 @@ class _Step:
         number = len({id(one.first) for one in used})
         self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
         wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
-        ranks = [of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False)]
-        self.verdict.cut = list(dict.fromkeys(ranks))
+        cut = (of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False))
+        self.verdict.cut = list(dict.fromkeys(cut))
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
+        self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.loss_noise = 0.0
         self.alone_in_loss: list[str] = []  # parameters
@@ -131,8 +132,7 @@ class _Step:
         self.near: list[Computed] = []
 
     def judge(self, expect: str | None) -> StepVerdict:
-        verdict = self.verdict
-        ranks = Ranks(self.recording, verdict, self.micro, streamed=self.streamed)
+        verdict, ranks = self.verdict, self.of_ranks
         weights, gradients = ranks.agreed("weight"), ranks.agreed("gradient")
         odd = next((name for name, weight in weights.items() if weight.is_complex()), None)
         if odd is not None:
@@ -167,7 +167,7 @@ class _Step:
         ranks.judge_modes()
         if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
             return verdict
-        nominal, place = self._judge_free(weights, expect, ranks)
+        nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
         for one in (*self.exact, *self.near):
             one.gradients = {}  # they take the most room
@@ -183,9 +183,7 @@ class _Step:
             verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
         return verdict
 
-    def _judge_free(
-        self, weights: Gradients, expect: str | None, ranks: Ranks
-    ) -> tuple[torch.Tensor | None, int]:
+    def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
         """The whole computation, from the batch to the gradients.
 
         Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
@@ -198,21 +196,19 @@ class _Step:
         columns = self._columns(self.exact)
         fitted = normalisation.fit(self.gradients, columns)
         yardstick = normalisation.sums(self._columns(near), fitted.weights)
-        ranks.judge_samples()
+        self.of_ranks.judge_samples()
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
             again = normalisation.fit(yardstick, columns)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
-            norm_of_steps = functools.partial(self._norm_of_steps, ranks)
-            weighed = Weighed(
-                verdict, self.ranks, self.micro, self.exact, columns, elsewhere, norm_of_steps, beside
-            )
+            norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
+            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere, norm, beside)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = normalisation.sums(columns, weights_of)
-        self._judge_kept_gradient(fitted, ranks)
+        self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
@@ -318,7 +314,7 @@ class _Step:
     @property
     def precision(self) -> str:
         """Of the arithmetic: whether it is float32 throughout."""
-        return "autocast" if self._lowered() else "fp32"
+        return "autocast" if self.verdict.lowered else "fp32"
 
     def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
@@ -351,24 +347,14 @@ class _Step:
         found += [term.gradients for one in computed for term in one.terms.values()]
         return normalisation.aligned(found, self.gradients)
 
-    def _norm_of_steps(self, ranks: Ranks) -> float:
-        """The norm that the gradient has in this step and in another that was recorded, as after clipping; 0 if none has it."""
-        step = self.verdict.step
-        own, *others = (
-            math.hypot(*(float(ranks.whole(one, f"gradient/{name}").norm()) for name in self.gradients))
-            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
-            if self.gradients.keys() <= set(self.recording.names(one, "gradient"))
-        )
-        return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
-
-    def _judge_kept_gradient(self, fitted: Fit, ranks: Ranks) -> None:
+    def _judge_kept_gradient(self, fitted: Fit) -> None:
         """Whether what is too much in a gradient is that of the step before."""
         last = self.verdict.step - 1
         if last == 0 or fitted.typical <= self.verdict.tolerated_weights:
             return
         if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
-        kept = Lazy(self.gradients, lambda name: ranks.whole(last, f"gradient/{name}").double())
+        kept = Lazy(self.gradients, lambda name: self.of_ranks.whole(last, f"gradient/{name}").double())
         with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
@@ -378,12 +364,12 @@ class _Step:
 
     def _judge_rounding(self, place: int) -> None:
         """Whether what is wrong with a gradient is that it was rounded to 16 bits after the backward pass."""
+        if self.verdict.lowered:
+            return
         off = max(row.distance.relative for row in self.verdict.rows if row.kind == "gradient")
         for dtype in (torch.bfloat16, torch.float16):
             near = off <= ROUNDED * torch.finfo(dtype).eps  # signs, too, are numbers of 16 bits
-            if not (near and not self._lowered()):
-                continue
-            if all(torch.equal(one, one.to(dtype).to(one.dtype)) for one in self.gradients.values()):
+            if near and all(torch.equal(one, one.to(dtype).to(one.dtype)) for one in self.gradients.values()):
                 self.verdict.wrong.insert(
                     place,
                     f"all elements of the gradient are numbers of {dtype}, though it is computed in float32: it was rounded after the backward pass, "

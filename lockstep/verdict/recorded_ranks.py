@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Collection
 
 import torch
 
@@ -51,6 +52,16 @@ class Ranks:
         """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
+
+    def norm_of_steps(self, names: Collection[str]) -> float:
+        """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
+        step = self.verdict.step
+        own, *others = (
+            math.hypot(*(float(self.whole(one, f"gradient/{name}").norm()) for name in names))
+            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
+            if set(names) <= set(self.recording.names(one, "gradient"))
+        )
+        return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
 
     def _reduces_itself(self, differ: list[str]) -> bool:
         """Whether an optimizer that no reference knows makes one update of gradients that differ between replicas.
