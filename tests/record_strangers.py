@@ -1249,6 +1249,32 @@ class Returned(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class GivesItsBias(Own):
+    """A module returns its bias, which its caller adds, as GPT-NeoX Japanese does; two micro batches."""
+
+    def made(self):
+        return BiasApart()
+
+
+class BiasApart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = WithoutBias(), Heads()
+
+    def forward(self, values):
+        hidden, bias = self.body(values)
+        return self.heads(hidden + bias)
+
+
+class WithoutBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, values):
+        return values @ self.weight, self.bias
+
+
 class Copies(Own):
     """Float32 copies of bfloat16 weights are updated, and copied back."""
 

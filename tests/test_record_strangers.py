@@ -24,7 +24,7 @@ RIGHT = {
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Checkpointed", "Advantages"), NOT_JUDGED),
+    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias"), NOT_JUDGED),
     **dict.fromkeys(("OnShards", "ChannelsLast"), NOT_SEEN),
     "ReducesItself": f"{NOT_JUDGED}; what Descent makes of the gradients, which it reduces itself, is not judged",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
