@@ -1250,7 +1250,7 @@ class Returned(nn.Module):
 
 
 class GivesItsBias(Own):
-    """A module returns its bias, which its caller adds, as GPT-NeoX Japanese does; two micro batches."""
+    """A module returns its bias, which its caller adds, as GPT-NeoX Japanese does. A weight has no elements, as one of MobileBERT's may."""
 
     def made(self):
         return BiasApart()
@@ -1270,9 +1270,10 @@ class WithoutBias(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.eye(6)), nn.Parameter(torch.zeros(6))
+        self.empty = nn.Parameter(torch.zeros(6, 0))
 
     def forward(self, values):
-        return values @ self.weight, self.bias
+        return values @ torch.cat([self.weight, self.empty], 1), self.bias
 
 
 class Copies(Own):
