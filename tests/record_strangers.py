@@ -1255,6 +1255,10 @@ class GivesItsBias(Own):
     def made(self):
         return BiasApart()
 
+    def update(self):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+        super().update()
+
 
 class BiasApart(nn.Module):
     def __init__(self):
