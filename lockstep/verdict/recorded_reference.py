@@ -24,7 +24,7 @@ from lockstep.verdict import own_loss, trl_head
 from lockstep.verdict.computed import Choice, Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_loss import SAME, mean_of
 from lockstep.verdict.streamed import Context, Streamed
@@ -351,19 +351,14 @@ class Reference(Passes):
                 f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
             )
 
-        def of_loss(name: str) -> torch.Tensor:
-            gradient = kept[name]
-            for term in terms.values():
-                if name in term.gradients:
-                    gradient = gradient - term.beside * term.gradients[name]
-            return gradient / arrived
-
-        return Lazy(kept, of_loss)
+        there = list(terms.values())
+        weights = torch.tensor([1.0, *(-term.beside for term in there)], dtype=torch.float64) / arrived
+        return Sum(kept, [kept, *(term.gradients for term in there)], weights)
 
     def _arrived_gradients(self) -> Gradients:
-        """What has arrived at the parameters, in float64."""
+        """What has arrived at the parameters."""
         kept = self.gradients.take()
-        return Lazy([name for name in self.parameters if name in kept], lambda name: kept[name].double())
+        return Lazy([name for name in self.parameters if name in kept], kept.__getitem__)
 
     def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
         found = {}
