@@ -11,7 +11,7 @@
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
-        state/KEY/NAME                   of the optimizer, before the step; of what it is afterwards, a hash
+        state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
 What a step begins with is not written again where it is, by its hash, what the step before ended with.
 
@@ -45,7 +45,7 @@ from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
 from lockstep.dumps.kept import Kept, copied, digest_of
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
-from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
+from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground import origin
@@ -53,7 +53,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 1
+FORMAT = 2
 STEPS = 2
 EVERY_MODULE = "*"
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
@@ -420,14 +420,10 @@ class Recorder:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = gradient if scale is None else gradient / scale
                 self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
-        groups = [
-            {**said, "params": [names.get(id(one)) for one in group["params"]]}
-            for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)
-        ]
+        said, tensors = described(optimizer, self.model, len(self.optimizers))
         self.optimizers.append(
             {
-                "class": kind_of(optimizer),
-                "groups": groups,
+                **said,
                 "strangers": sum(id(one) not in names for one in held),
                 "replicas": [
                     [digest_of(one), digest_of(one.grad)]
@@ -438,7 +434,7 @@ class Recorder:
                 "compiled": self.compiled,
             }
         )
-        for name, value in state_of(optimizer, names):
+        for name, value in tensors.items():
             self.kept.keep_state(name, value)
 
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -465,8 +461,8 @@ class Recorder:
         own = tree.named_parameters(self.model)
         for name, parameter in own.items():
             self.kept.keep_updated(name, parameter)
-        names = {id(parameter): name for name, parameter in own.items()}
-        for name, value in state_of(optimizer, names):
+        number = len(self.optimizers) - 1
+        for name, value in described(optimizer, self.model, number)[1].items():
             self.kept.keep_updated_state(name, value)
 
     def _write(self) -> None:
