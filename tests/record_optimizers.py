@@ -6,6 +6,7 @@ import transformers
 from accelerate import Accelerator
 from record_strangers import Own
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def run(folder, names):
@@ -19,12 +20,10 @@ class Lion(torch.optim.Optimizer):
     """Chen et al. 2023, arXiv 2302.06675. `foreach` adds up in another order than the loop."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, foreach=False):
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "foreach": foreach}
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "foreach": foreach})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             (one, two), rate = group["betas"], group["lr"]
             for p in group["params"]:
@@ -39,7 +38,7 @@ class Lion(torch.optim.Optimizer):
                     p.add_(torch.lerp(p.grad, average, one).sign_(), alpha=-rate)
                 else:
                     p.add_((one * average + (1 - one) * p.grad).sign_(), alpha=-rate)
-                average.lerp_(p.grad, 1 - two)
+                average.mul_(two).add_(p.grad, alpha=1 - two)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -307,3 +306,139 @@ class WithCapped(WithLion):
 class Accelerated(WithLion):
     def make_optimizer(self):
         return Accelerator(cpu=True).prepare(super().make_optimizer())
+
+
+class TurnedSigns(WithLion):
+    """One element of each second gradient cancels what is kept of the first: its sign is that of rounding errors, which depend on the way to add up."""
+
+    micro = 1
+
+    def made(self):
+        return Parts()
+
+    def make_optimizer(self):
+        return Lion([{"params": list(self.net.parameters()), "foreach": True}])
+
+    def sample(self, generator):
+        values = torch.randn(4, 40, 8, generator=generator)
+        values[..., 0] = torch.randn(4, 40, generator=torch.Generator().manual_seed(self.rank))
+        return (values,)
+
+    def own_loss(self, given):
+        return (-0.09 if self.step else 1.0) * self.wrapped(*given).sum()
+
+
+class Parts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 1, bias=False) for _ in range(40))
+
+    def forward(self, values):
+        return sum(part(values[:, number]) for number, part in enumerate(self.parts))
+
+
+# Wrong ones. The reference is the class itself, so these are of what is not in its step as one process makes it.
+
+
+class WrongForeach(WithLion):
+    """Another way to compute the same has the second beta for the first."""
+
+    def make_optimizer(self):
+        return ForeachWrong([{"params": list(self.net.parameters()), "foreach": True}])
+
+
+class ForeachWrong(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["foreach"]:
+                group["betas"] = group["betas"][::-1]
+        super().step()
+
+
+class RatioOfShards(LambOnShards):
+    def make_optimizer(self):
+        return LambOfShards(self.net.parameters())
+
+
+class LambOfShards(Lamb):
+    def ratio(self, p, update):
+        if isinstance(p, DTensor):
+            p, update = p.to_local(), update.to_local()
+        return super().ratio(p, update)
+
+
+class RateInHook(WithLion):
+    factor = 2.0
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.register_step_pre_hook(self.change)
+        return optimizer
+
+    def change(self, optimizer, *_):
+        optimizer.param_groups[1]["lr"] = self.factor * optimizer.param_groups[0]["lr"]
+
+
+class StateReset(WithLamb):
+    def after(self):
+        self.optimizer.state.clear()
+
+
+class CountReset(WithScheduleFree):
+    def after(self):
+        self.optimizer.param_groups[0]["k"] = 0
+
+
+class AttributeReset(WithLamb):
+    def after(self):
+        self.optimizer.steps = 0
+
+
+class LowState(WithLion):
+    """To save memory, without the class."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.register_step_post_hook(self.save)
+        return optimizer
+
+    def save(self, optimizer, *_):
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+class SignsApart(WithLion):
+    """Not what rounding errors turn: the largest elements of one matrix go the other way."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.register_step_post_hook(self.turn)
+        return optimizer
+
+    def turn(self, *_):
+        with torch.no_grad():
+            self.net.body.weight[0, 0] += 2e-3 * self.net.body.weight.grad[0, 0].sign()
+
+
+# What one process cannot step.
+
+
+class WithRounded(WithLion):
+    kind = Rounded
+
+
+class WithSharp(Own):
+    def make_optimizer(self):
+        return Sharp(self.net.parameters())
+
+    def update(self):
+        self.optimizer.step(lambda: None)
+
+
+class Inside(WithLion):
+    def make_optimizer(self):
+        class Own(Lion):
+            pass
+
+        return Own(self.net.parameters())

@@ -8,8 +8,20 @@ from test_record_bugs import said
 
 UNSEEN = "; the loss itself is not judged"
 RIGHT = [
-    "WithLion", "WithForeachLion", "LionOnShards", "WithTorchAdafactor", "WithAdafactor", "WithScheduleFree", "WithLamb", "LambOnShards",
-    "WithMuon", "WithShampoo", "WithListed", "WithLookahead", "WithCapped", "Accelerated",
+    "WithLion",
+    "WithForeachLion",
+    "LionOnShards",
+    "WithTorchAdafactor",
+    "WithAdafactor",
+    "WithScheduleFree",
+    "WithLamb",
+    "LambOnShards",
+    "WithMuon",
+    "WithShampoo",
+    "WithListed",
+    "WithLookahead",
+    "WithCapped",
+    "Accelerated",
 ]
 
 

@@ -41,7 +41,14 @@ def described(
         "state": {},
         "number": number,
     }
-    tensors = {f"attribute/{key}/{number}": tensor for key, tensor in describing.attributes.items()}
+    of_all = {
+        f"group {place}.{key}": one
+        for place, group in enumerate(said["groups"])
+        for key, one in group.items()
+        if key != "lr"
+    }  # which a schedule sets
+    of_all = _numbers({**own, **of_all}) | describing.attributes
+    tensors = {f"attribute/{key}/{number}": tensor for key, tensor in of_all.items()}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:
@@ -84,5 +91,12 @@ def _state(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     describing.attributes, describing.objects = {}, {}
     said = describing.values(state, "")
-    numbers = {key: torch.tensor(float(one)) for key, one in state.items() if isinstance(one, (int, float))}
-    return said, {**numbers, **describing.attributes}
+    return said, _numbers(state) | describing.attributes
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.tensor(float(one), dtype=torch.float64)
+        for key, one in values.items()
+        if isinstance(one, (int, float))
+    }

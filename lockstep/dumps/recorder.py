@@ -100,6 +100,7 @@ class Recorder:
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
+        self.nested = 0
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
@@ -367,6 +368,9 @@ class Recorder:
     ) -> Any:
         if self.stepping not in (None, optimizer):
             return None  # one inside of another, which holds all that this one does
+        self.nested += self.stepping is optimizer  # it calls the step of the class that it is derived from
+        if self.nested:
+            return None
         self.stepping = optimizer
         # The first argument is the optimizer itself.
         closure = options.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
@@ -454,6 +458,9 @@ class Recorder:
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
+            return
+        if self.nested:
+            self.nested -= 1
             return
         self.updating, self.stepping = False, None
         if not self.optimizers or self.engine_steps:

@@ -89,7 +89,10 @@ class Replay:
         with _understood():
             optimizer = self._built(building, exact, moved)
             with _one_process(), Float64() if exact else contextlib.nullcontext():
+                before = torch.get_rng_state()
                 optimizer.step()
+            if not torch.equal(before, torch.get_rng_state()):
+                raise CannotStep("it draws random numbers")
         return Stepped(optimizer, own)
 
     @property
@@ -151,11 +154,13 @@ def _values(building: tree.Building, said: dict[str, Any]) -> dict[str, Any]:
 def _class_of(optimizer: Optimizer) -> Any:
     """The class, or the one of torch that DeepSpeed's computes as."""
     if not optimizer.is_of_deepspeed:
+        if "<locals>" in optimizer.kind:
+            raise CannotStep("its class is defined inside a function")
         return tree.imported(optimizer.kind)
     ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in optimizer.groups}
     found = [kind for way, kind in DEEPSPEED_WAYS.items() if ways == {way}]
     if not found or optimizer.kind.partition(":")[2] not in DEEPSPEED_ADAM:
-        raise LookupError("of DeepSpeed's own, only the update of its Adams can be computed in float64")
+        raise CannotStep("of DeepSpeed's own, only the update of its Adams can be computed in float64")
     return found[0]
 
 
@@ -163,6 +168,8 @@ def _class_of(optimizer: Optimizer) -> Any:
 def _understood() -> Iterator[None]:
     try:
         yield
+    except CannotStep:
+        raise
     except Exception as error:  # a class of a user's may raise anything
         raise CannotStep(f"{type(error).__name__}: {first_line(error)}") from error
 

@@ -129,10 +129,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             if rank in elsewhere.get(name.removeprefix("weight/"), [rank])
         }
     )
-    weights, state = (
+    weights, of_all, state = (
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
-        for kind in ("weight/", "state/")
+        for kind in ("weight/", "attribute/", "state/")
     )
+    state += [name.rpartition("/")[0] for name in of_all]
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -174,10 +175,15 @@ def _judge_optimizer(
         replay = Replay(
             recording, verdict.step, optimizer, weights, gradients, _clipped_later(recording, verdict.step)
         )
-        found = _Updates(recording, verdict.step, replay, updated).judge(own, streamed)
+        updates = _Updates(recording, verdict.step, replay, updated)
+        found = updates.judge(own, streamed)
     except CannotStep as error:
         verdict.leave(f"the update of {name} is not judged: {error}")
         return
+    if updates.odd:
+        verdict.wrong.append(
+            f"what {name} keeps has another dtype than in one process: {and_more(sorted(updates.odd))}"
+        )
     of_state = [row for row in found if row.kind != "update"]
     for rows, what in (
         (of_state, "of what the optimizer keeps"),
@@ -201,6 +207,7 @@ class _Updates:
 
     def __init__(self, recording: Recording, step: int, replay: Replay, updated: Weights):
         self.recording, self.step, self.replay, self.updated = recording, step, replay, updated
+        self.odd: set[str] = set()  # what is kept in another dtype than the class makes
         self.before, self.after = (
             set(recording.names(number, "state")) if number <= len(recording.steps) else set()
             for number in (step, step + 1)
@@ -240,10 +247,8 @@ class _Updates:
         moved = UPDATE_OF_CHANGE * max(
             torch.finfo(one.dtype).eps / 2 for one in kept if one.is_floating_point()
         )
-        again, more, less = (self.replay.step(names, exact=True, moved=by) for by in (0.0, moved, -moved))
-        if any(not torch.equal(exact.parameters[name], again.parameters[name]) for name in names):
-            raise CannotStep("it draws random numbers")
-        return self._rows(names, [exact, more, less], near)
+        others = [self.replay.step(names, exact=True, moved=by) for by in (moved, -moved)]
+        return self._rows(names, [exact, *others], near)
 
     def _rows(self, names: list[str], exact: list[Stepped], near: Stepped) -> list[Judgement]:
         rows = []
@@ -257,6 +262,8 @@ class _Updates:
                 if f"{key}/{name}" not in self.after or not plain.is_floating_point() or not plain.ndim:
                     continue
                 own = self.recording.whole(self.step + 1, f"state/{key}/{name}")[0]
+                if own.dtype is not plain.dtype:
+                    self.odd.add(f"{key}/{name}, {own.dtype} for {plain.dtype}")
                 if own.shape != plain.shape:
                     continue
                 before = torch.zeros_like(own)
