@@ -55,6 +55,7 @@ from lockstep.inputs.model import being_recomputed
 
 FORMAT = 2
 STEPS = 2
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
@@ -368,6 +369,8 @@ class Recorder:
     ) -> Any:
         if self.stepping not in (None, optimizer):
             return None  # one inside of another, which holds all that this one does
+        if type(optimizer).__module__ == ZERO_REDUNDANCY:
+            return None  # the one inside has this rank's share, which is then sent to the others
         self.nested += self.stepping is optimizer  # it calls the step of the class that it is derived from
         if self.nested:
             return None

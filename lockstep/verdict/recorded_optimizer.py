@@ -45,7 +45,7 @@ class Stepped:
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """KEY -> what is kept of a parameter; a number as a tensor, too."""
-        return tensors_of(self.optimizer.state[self.parameters[name]])
+        return tensors_of(self.optimizer.state.get(self.parameters[name], {}))
 
     def settings(self, name: str) -> dict[str, Any]:
         own = self.parameters[name]
