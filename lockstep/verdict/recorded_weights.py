@@ -276,6 +276,8 @@ class Weighed:
         (clip,) = clips
         norms, in_float32s, largest, size = [], [], 0.0, 0
         for tensor in normalisation.sums(self.columns, weights).values():
+            if not tensor.numel():
+                continue
             norms.append(tensor.norm())
             in_float32s.append(tensor.float().norm())
             largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
