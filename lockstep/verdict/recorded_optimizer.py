@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from lockstep.dumps import tree
 from lockstep.dumps.optimizers import bare, tensors_of
@@ -122,7 +123,9 @@ class Replay:
         optimizer.param_groups = []
         for group in self.optimizer.groups:
             said = {key: one for key, one in group.items() if key != "params"}
-            values = self.defaults | self._rounded(_values(building, said))
+            values = _values(building, said)
+            if self.defaults:
+                values = self.defaults | tree_map(_float32, values)
             values |= {key: one for key, one in IMPLEMENTATION.items() if key in values}
             held = [building.parameters[name] for name in group["params"] if name in building.parameters]
             optimizer.param_groups.append({**values, "params": held})
@@ -133,17 +136,9 @@ class Replay:
                 optimizer.state[parameter] = state
         return optimizer
 
-    def _rounded(self, values: dict[str, Any]) -> dict[str, Any]:
-        """DeepSpeed's kernels are given float32 numbers."""
-        if not self.optimizer.is_of_deepspeed:
-            return values
-        return {
-            key: tuple(map(_float32, one)) if isinstance(one, (list, tuple)) else _float32(one)
-            for key, one in values.items()
-        }
-
 
 def _float32(value: Any) -> Any:
+    """DeepSpeed's kernels are given float32 numbers."""
     return float(torch.tensor(value)) if isinstance(value, float) else value
 
 

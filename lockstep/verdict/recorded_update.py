@@ -1,6 +1,5 @@
 """The updates of a recorded step: which parameters the optimizers hold, what moved, and each against the same optimizer's in float64."""
 
-import contextlib
 import functools
 import math
 from collections import Counter
@@ -186,11 +185,8 @@ def _judge_optimizer(
         verdict.wrong.append(
             f"what {name} keeps has another dtype than in one process: {and_more(sorted(updates.odd))}"
         )
-    of_state = [row for row in found if row.kind != "update"]
-    for rows, what in (
-        (of_state, "of what the optimizer keeps"),
-        ([row for row in found if row.kind == "update"], "updates"),
-    ):
+    for what, of_updates in (("of what the optimizer keeps", False), ("updates", True)):
+        rows = [row for row in found if (row.kind == "update") is of_updates]
         verdict.rows += rows
         wrong = [row for row in rows if row.too_far]
         if wrong:
@@ -225,19 +221,16 @@ class _Updates:
         try:
             for name in names:
                 rows += self._judge([name])
+            if self.replay.is_of_torch or not any(row.too_far for row in rows):
+                return rows
         except CannotStep:
             if streamed:
                 raise
-            return self._judge(names)
-        if self.replay.is_of_torch or not any(row.too_far for row in rows):
-            return rows
         if streamed:
             raise CannotStep(
                 "memory does not hold all parameters, which it may need: give the judge more (--memory)"
             )
-        with contextlib.suppress(CannotStep):
-            rows = self._judge(names)
-        return rows
+        return self._judge(names)
 
     def _judge(self, names: list[str]) -> list[Judgement]:
         """Where a step has signs in it, rounding errors may turn one: it may do what it does for gradients and state that are off by them."""
