@@ -34,13 +34,14 @@ import lockstep
 from lockstep import judge
 
 
-def run(folder, names):
+def run(folder, names, loops=None):
     """Records the loops, one after the other, into folders of their names; then each rank judges its share of them."""
+    loops = loops or globals()
     for name in names:
-        globals()[name]().run(folder / name, 2)
+        loops[name]().run(folder / name, 2)
     dist.barrier()
     for name in names[dist.get_rank() :: dist.get_world_size()]:
-        said, loss = io.StringIO(), globals()[name].LOSS
+        said, loss = io.StringIO(), loops[name].LOSS
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = judge.main([str(folder / name), *(["--loss", f"{__file__}:{loss}"] if loss else [])])
         (folder / name / "said.txt").write_text(f"{status}\n{said.getvalue()}")

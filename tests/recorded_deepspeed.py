@@ -2,6 +2,7 @@
 
 import os
 
+import record_optimizers
 import torch
 from recorded_loops import MICRO, SIZE, STEPS, batch, model
 
@@ -49,7 +50,8 @@ def made(net, settings, argument):
     matrices = [one for one in net.parameters() if one.ndim > 1]
     others = [one for one in net.parameters() if one.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    kind = getattr(torch.optim, argument.get("optimizer", "AdamW"))
+    name = argument.get("optimizer", "AdamW")
+    kind = getattr(record_optimizers, name, None) or getattr(torch.optim, name)
     optimizer = kind(groups, lr=1e-3, **argument.get("options", {}))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 

@@ -20,6 +20,8 @@ RIGHT = {
     "stage 3": {"stage": 3},
     "stage 2, sgd": {"stage": 2, **MOMENTUM},
     "stage 3, sgd": {"stage": 3, **MOMENTUM},
+    "stage 2, lion": {"stage": 2, "optimizer": "Lion"},
+    "stage 3, lion": {"stage": 3, "optimizer": "Lion"},
     "stage 1, bf16": {"stage": 1, "bf16": True},
     "stage 3, bf16": {"stage": 3, "bf16": True},
 }
@@ -41,6 +43,11 @@ WRONG = {
     "decay twice": (3, "step 1: 15 of 26 updates are not AdamW's"),
     "stale rate": (3, "step 2: 15 of 26 updates are not AdamW's"),
     "stale rate, stage 1": (1, "step 2: 15 of 26 updates are not AdamW's"),
+    # It takes flat pieces of many parameters for one
+    "norm of pieces": (
+        1,
+        "step 1: 52 of 52 of what the optimizer keeps are not Lamb's with its recorded settings, most of all",
+    ),
     "partial norm, stage 0": (
         0,
         "step 1: 25 of 26 parameters with a gradient were clipped, and not model.norm",
@@ -58,6 +65,7 @@ def runs(tmp_path_factory, request):
     cases = RIGHT | (KERNELS if compiled else {})
     cases |= {"copies": {"stage": 0, "bf16": True}}
     cases |= {name: {"stage": stage, "bug": name.partition(",")[0]} for name, (stage, _) in WRONG.items()}
+    cases["norm of pieces"]["optimizer"] = "Lamb"
     groups = [(2, "recorded_deepspeed:loop", folder / name, one) for name, one in cases.items()]
     run_groups(groups, timeout=900 if compiled else 240)
     return folder
@@ -71,7 +79,13 @@ def test_a_right_update_passes(runs, name, capsys, request):
     assert judge.main([str(folder)]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "PASS: 2 steps" and said.count("clipped from a norm of") == 2, said
-    kept = ("momentum_buffer",) if "sgd" in name else ("exp_avg", "exp_avg_sq")
+    kept = (
+        ("momentum_buffer",)
+        if "sgd" in name
+        else ("exp_avg",)
+        if "lion" in name
+        else ("exp_avg", "exp_avg_sq")
+    )
     first, second = json.loads((folder / "report.json").read_text())["steps"]
     for step, kinds in ((first, ("update", *kept)), (second, ("update",))):
         judged = [row.partition("/")[0] for row in step["tensors"]]
@@ -82,7 +96,7 @@ def test_a_right_update_passes(runs, name, capsys, request):
 def test_copies_that_no_reader_knows_are_not_judged(runs, capsys):
     assert judge.main([str(runs / "copies" / "run")]) == 0
     said = capsys.readouterr().out
-    assert "note: the update of FP16_UnfusedOptimizer is not judged" in said
+    assert "PASS: 2 steps; the update of FP16_UnfusedOptimizer is not judged: of DeepSpeed's own" in said
     assert "whole run: 3 steps" in said  # its constructor steps, too
 
 

@@ -45,6 +45,7 @@ RIGHT = {
     "torch hsdp": (4, "torch_loop.py", "--strategy hsdp --max_norm 0.5", f"{RANKS}, clipped"),
     "torch fsdp tp": (4, "torch_loop.py", "--strategy fsdp --tp 2 --max_norm 0.5", f"{RANKS}, clipped"),
     "trainer ddp": (2, "trainer.py", CLIPPED, f"{TOKENS}, clipped"),
+    "trainer adafactor": (2, "trainer.py", f"{CLIPPED} --optim adafactor", f"{TOKENS}, clipped"),
     "trainer fsdp": (2, "trainer.py", f"{CLIPPED} {FSDP}", f"{TOKENS}, clipped"),
     **{
         f"trainer zero {stage}": (

@@ -21,7 +21,7 @@ RIGHT = {
     ),
     **dict.fromkeys(("Adversary", "Judged", "TwoOptimizers", "Forces", "Double"), NOT_JUDGED),
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
-    **dict.fromkeys(("Closure", "ManyClosures", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
+    **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
     **dict.fromkeys(
@@ -29,7 +29,9 @@ RIGHT = {
     ),
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias"), NOT_JUDGED),
     **dict.fromkeys(("OnShards", "ChannelsLast"), NOT_SEEN),
-    "ReducesItself": f"{NOT_JUDGED}; what Descent makes of the gradients, which it reduces itself, is not judged",
+    "ReducesItself": f"{NOT_JUDGED}; the update of Descent is not judged: ValueError: Default process group has not been initialized, "
+    "please make sure to call init_process_group.",
+    "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
     "Denoised": "",

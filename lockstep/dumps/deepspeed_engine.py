@@ -13,7 +13,7 @@ import torch
 
 from lockstep.dumps import tree
 from lockstep.dumps.kept import Kept
-from lockstep.dumps.optimizers import kind_of, settings_of
+from lockstep.dumps.optimizers import described
 from lockstep.dumps.patches import replace
 
 
@@ -91,11 +91,16 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             recorder.kept.keep_shard(f"gradient/{name}", gradient)
+    # Its tensors are those of the flat pieces, so they are left out.
+    said, _ = described(engine.optimizer.optimizer, recorder.model, 0)
+    if not _is_linked(recorder):
+        said["class"] = tree.name_of(type(engine.optimizer))
     for name, value in _state_of(recorder, engine.optimizer):
         recorder.kept.keep_state(name, value)
-    groups = list(_groups(recorder, engine.optimizer))
-    kind = kind_of(engine.optimizer.optimizer if _is_linked(recorder) else engine.optimizer)
-    recorder.optimizers.append({"class": kind, "groups": groups, "strangers": 0})
+        _, key, own = name.split("/", 2)
+        said["state"].setdefault(own, {})[key] = {"attribute": key}
+    groups = list(_groups(recorder, engine.optimizer, said["groups"]))
+    recorder.optimizers.append({**said, "groups": groups, "strangers": 0})
 
 
 def _is_linked(recorder: Recorder) -> bool:
@@ -135,11 +140,11 @@ def _lists(engine: Any) -> list[list[torch.nn.Parameter]]:
     )
 
 
-def _groups(recorder: Recorder, engine: Any) -> Iterator[dict[str, Any]]:
-    """The settings of each group, and the model's parameters that it updates; `engine` is the engine's optimizer."""
+def _groups(recorder: Recorder, engine: Any, settings: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The `settings` of each group, and the model's parameters that it updates; `engine` is the engine's optimizer."""
     names = {id(one): name for name, one in tree.named_parameters(recorder.model).items()}
     of_list = vars(engine).get("sub_group_to_group_id", {})
-    for number, said in enumerate(settings_of(engine.optimizer)):
+    for number, said in enumerate(settings):
         own = [
             one
             for place, some in enumerate(_lists(engine))

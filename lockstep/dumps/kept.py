@@ -18,6 +18,7 @@ class Kept:
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, list[dict[str, Any]]] = {}
         self.digests: dict[str, int] = {}  # of what the step ends with
+        self.begun: dict[str, int] = {}  # of what the optimizer begins with
         self.unchanged: list[str] = []  # weights that the step before ended with
         self.changed: list[str] = []  # weights and state that it ended otherwise with
 
@@ -63,13 +64,16 @@ class Kept:
         self.digests[f"weight/{name}"] = digest_of(tensor)
 
     def keep_state(self, name: str, tensor: torch.Tensor) -> None:
-        """What an optimizer keeps of a parameter before the step; `name` is state/KEY/NAME."""
+        """What an optimizer keeps before the step; `name` is state/KEY/NAME, of a parameter, or attribute/KEY/NUMBER."""
         self.keep_shard(name, tensor)
         self._is_as_before(name, tensor)
+        self.begun[name] = digest_of(tensor)
 
     def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
-        """The same after the update, of which a hash is kept."""
-        self.digests[name] = digest_of(tensor)
+        """The same after the update, of which a hash is kept. A setting that the update leaves alone is the loop's to change."""
+        own = digest_of(tensor)
+        if name.startswith("state/") or own != self.begun.get(name):
+            self.digests[name] = own
 
     def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""

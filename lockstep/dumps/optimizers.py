@@ -1,11 +1,14 @@
-"""What a recording has of an optimizer: its settings, and what it keeps of each parameter."""
+"""What a recording has of an optimizer: its class, attributes and settings, and what it keeps of each parameter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from lockstep.dumps import tree
+
 PLAIN = (bool, int, float, str, type(None))
+SCALED = {"grad_scale", "found_inf"}  # of a GradScaler: recorded gradients are divided by it
 
 
 def clip_by(bound: float, norm: float) -> float:
@@ -13,32 +16,64 @@ def clip_by(bound: float, norm: float) -> float:
     return min(1.0, bound / (norm + 1e-6))
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The plain values of each group of parameters. DeepSpeed's Adams have one beside the groups."""
-    of_all = {key: bool(value) for key, value in vars(optimizer).items() if key == "adam_w_mode"}
-    found = []
-    for group in optimizer.param_groups:
-        said = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-        said |= {key: float(value) for key, value in group.items() if isinstance(value, torch.Tensor)}
-        found.append({**of_all, **said})
-    return found
+def bare() -> dict[str, Any]:
+    """The attributes that every optimizer has."""
+    return vars(torch.optim.Optimizer([torch.empty(0)], {}))
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Where its class is found: "module:NAME"."""
-    kind = type(optimizer)
-    return f"{kind.__module__}:{kind.__qualname__}"
+def described(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, number: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(what builds an optimizer again, as JSON; the tensors that it refers to).
 
-
-def state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """state/KEY/NAME -> what an optimizer keeps of the model's parameters; `names` are theirs by id."""
+    These are state/KEY/NAME, which is kept of the model's parameter NAME, and attribute/KEY/NUMBER, of optimizer NUMBER of the step itself.
+    """
+    names = {id(one): name for name, one in tree.named_parameters(model).items()}
+    describing = tree.Describing(model)
+    describing.packages.add(tree.package_of(type(optimizer).__module__))
+    describing.tensors |= names
+    common = (bare().keys() | SCALED) - {"defaults"}
+    own = {key: value for key, value in vars(optimizer).items() if key not in common}
+    said: dict[str, Any] = {
+        "class": tree.name_of(type(optimizer)),
+        "attributes": describing.values(own, ""),
+        "groups": list(_groups(optimizer, describing, names)),
+        "state": {},
+        "number": number,
+    }
+    of_all = {
+        f"group {place}.{key}": one
+        for place, group in enumerate(said["groups"])
+        for key, one in group.items()
+        if key != "lr"
+    }  # which a schedule sets
+    of_all = _numbers({**own, **of_all}) | describing.attributes
+    tensors = {f"attribute/{key}/{number}": tensor for key, tensor in of_all.items()}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
-        for key, value in state.items() if name is not None else ():
-            if isinstance(value, torch.Tensor):
-                yield f"state/{key}/{name}", value
-            elif key == "step":
-                yield f"state/{key}/{name}", torch.tensor(float(_steps(optimizer)))
+        if name is None:
+            continue
+        said["state"][name], kept = _state(state, describing)
+        if said["class"].startswith("deepspeed.") and "step" in state:
+            said["state"][name]["step"] = {"attribute": "step"}
+            kept["step"] = torch.tensor(float(_steps(optimizer)))
+        tensors |= {f"state/{key}/{name}": one for key, one in kept.items()}
+    return said, tensors
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, describing: tree.Describing, names: dict[int, str]
+) -> Iterable[dict[str, Any]]:
+    """The settings of each group, and the names of its parameters. DeepSpeed's Adams have a setting beside the groups."""
+    of_all = {key: bool(value) for key, value in vars(optimizer).items() if key == "adam_w_mode"}
+    for number, group in enumerate(optimizer.param_groups):
+        values = {
+            key: float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        held = [names.get(id(one)) for one in group["params"]]
+        yield {**of_all, **describing.values(values, f".group {number}"), "params": held}
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> int:
@@ -46,7 +81,22 @@ def _steps(optimizer: torch.optim.Optimizer) -> int:
     return max(state["step"] for state in optimizer.state.values())
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (
-        isinstance(value, (tuple, list)) and all(isinstance(one, PLAIN) for one in value)
-    )
+def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What is kept of a parameter, by the KEY that it is recorded by: tensors, also in lists and dicts, and numbers."""
+    return _state(state, tree.Describing(torch.nn.Module()))[1]
+
+
+def _state(
+    state: dict[str, Any], describing: tree.Describing
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    describing.attributes, describing.objects = {}, {}
+    said = describing.values(state, "")
+    return said, _numbers(state) | describing.attributes
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.tensor(float(one), dtype=torch.float64)
+        for key, one in values.items()
+        if isinstance(one, (int, float))
+    }

@@ -11,7 +11,7 @@
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
-        state/KEY/NAME                   of the optimizer, before the step; of what it is afterwards, a hash
+        state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
 What a step begins with is not written again where it is, by its hash, what the step before ended with.
 
@@ -45,7 +45,7 @@ from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
 from lockstep.dumps.kept import Kept, copied, digest_of
 from lockstep.dumps.model_outputs import mapped, outputs_of
 from lockstep.dumps.module_hooks import ModuleHooks
-from lockstep.dumps.optimizers import PLAIN, kind_of, settings_of, state_of
+from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
 from lockstep.ground import origin
@@ -53,8 +53,9 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 1
+FORMAT = 2
 STEPS = 2
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
 NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
 
@@ -100,6 +101,7 @@ class Recorder:
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
+        self.nested = 0
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
@@ -367,6 +369,11 @@ class Recorder:
     ) -> Any:
         if self.stepping not in (None, optimizer):
             return None  # one inside of another, which holds all that this one does
+        if type(optimizer).__module__ == ZERO_REDUNDANCY:
+            return None  # the one inside has this rank's share, which is then sent to the others
+        self.nested += self.stepping is optimizer  # it calls the step of the class that it is derived from
+        if self.nested:
+            return None
         self.stepping = optimizer
         # The first argument is the optimizer itself.
         closure = options.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
@@ -420,14 +427,10 @@ class Recorder:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = gradient if scale is None else gradient / scale
                 self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
-        groups = [
-            {**said, "params": [names.get(id(one)) for one in group["params"]]}
-            for said, group in zip(settings_of(optimizer), optimizer.param_groups, strict=True)
-        ]
+        said, tensors = described(optimizer, self.model, len(self.optimizers))
         self.optimizers.append(
             {
-                "class": kind_of(optimizer),
-                "groups": groups,
+                **said,
                 "strangers": sum(id(one) not in names for one in held),
                 "replicas": [
                     [digest_of(one), digest_of(one.grad)]
@@ -438,7 +441,7 @@ class Recorder:
                 "compiled": self.compiled,
             }
         )
-        for name, value in state_of(optimizer, names):
+        for name, value in tensors.items():
             self.kept.keep_state(name, value)
 
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -459,14 +462,17 @@ class Recorder:
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if optimizer is not self.stepping:
             return
+        if self.nested:
+            self.nested -= 1
+            return
         self.updating, self.stepping = False, None
         if not self.optimizers or self.engine_steps:
             return
         own = tree.named_parameters(self.model)
         for name, parameter in own.items():
             self.kept.keep_updated(name, parameter)
-        names = {id(parameter): name for name, parameter in own.items()}
-        for name, value in state_of(optimizer, names):
+        number = len(self.optimizers) - 1
+        for name, value in described(optimizer, self.model, number)[1].items():
             self.kept.keep_updated_state(name, value)
 
     def _write(self) -> None:

@@ -71,6 +71,9 @@ class Clip(Strict):
 class Optimizer(Strict):
     kind: Annotated[Name, Field(alias="class")]
     groups: list[dict[str, Any]]
+    number: Whole = 0  # in the order of a step
+    attributes: dict[str, Any] = {}
+    state: dict[Name, dict[str, Any]] = {}  # by parameter
     strangers: Whole
     replicas: list[
         list[int]

@@ -12,12 +12,13 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
@@ -94,13 +95,13 @@ def _shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.
                 yield getattr(place.module, place.param_name), one.sharded_param
 
 
-class _Describing:
+class Describing:
     def __init__(self, model: torch.nn.Module):
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
         # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
         own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
         files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
-        self.packages = PACKAGES | {_package(file) for file in files}
+        self.packages = PACKAGES | {package_of(file) for file in files}
         self.tensors: dict[int, str] = {}
         for names in (model.named_parameters, model.named_buffers):
             for name, tensor in names():
@@ -118,13 +119,11 @@ class _Describing:
         if isinstance(module, DistributedDataParallel):  # around a part of the model
             child = self.module(module.module, f"{name}.module")
             kept: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
-            return {"class": _name(Passed), **kept}
-        attributes: TREE = {}
+            return {"class": name_of(Passed), **kept}
         values = {key: value for key, value in vars(module).items() if key not in OWN}
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
-        for key, value in values.items():
-            self._attribute(attributes, key, value, name)
+        attributes = self.values(values, name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.left_out += [
             f"{name}: the hook {one.__name__}" for one in hooks if one.__module__.startswith("torch.nn.utils")
@@ -154,27 +153,38 @@ class _Describing:
             key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
             for key, child in module._modules.items()
         }
-        return {"class": _name(kind), "attributes": attributes, **tensors, "children": children}
+        return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
 
-    def _attribute(self, attributes: TREE, key: str, value: object, where: str) -> None:
-        try:
-            attributes[key] = self.value(value, f"{where}.{key}")
-        except _Unnamed as error:
-            self.left_out.append(f"{where}.{key}: {error}")
+    def values(self, values: dict[str, Any], where: str) -> TREE:
+        """Values by name as JSON; what has no name is left out."""
+        found: TREE = {}
+        for key, value in values.items():
+            try:
+                found[key] = self.value(value, f"{where}.{key}".removeprefix("."))
+            except _Unnamed as error:
+                self.left_out.append(f"{where}.{key}: {error}")
+        return found
 
     def value(self, value: Any, where: str) -> Any:
         """A value as JSON. Raises _Unnamed for what has no name."""
+        if type(value) is int and value in self.tensors:
+            return {"id": self.tensors[value]}
         if isinstance(value, PLAIN) and type(value) in PLAIN:
             return value
-        if type(value) is float:
+        if isinstance(value, float):
+            value = float(value)  # also of numpy
             return value if math.isfinite(value) else {"float": str(value)}
         if type(value) is list:
-            return [self.value(one, where) for one in value]
+            return self._all(value, where)
         for kind, make in SEQUENCES.items():
             if type(value) is make:
-                return {kind: [self.value(one, where) for one in value]}
+                return {kind: self._all(value, where)}
         if type(value) in (dict, collections.OrderedDict):
-            return {"dict": [[self.value(key, where), self.value(one, where)] for key, one in value.items()]}
+            return {
+                "dict": [self._all(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
+            }
+        if type(value) is collections.defaultdict:
+            return {"defaultdict": [self.value(one, where) for one in (value.default_factory, dict(value))]}
         if isinstance(value, (torch.dtype, torch.device)):
             return {type(value).__name__: str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
@@ -183,7 +193,7 @@ class _Describing:
             return self._module(value)
         if isinstance(value, enum.Enum):
             self._require_named(type(value))
-            return {"enum": _name(type(value)), "name": value.name}
+            return {"enum": name_of(type(value)), "name": value.name}
         if isinstance(value, functools.partial):
             parts = [value.func, value.args, value.keywords]
             return {"partial": [self.value(part, where) for part in parts]}
@@ -193,12 +203,15 @@ class _Describing:
             return {"method": [self._module(value.__self__), value.__name__]}
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             self._require_named(value)
-            return {"named": _name(value)}
+            return {"named": name_of(value)}
         return self._object(value, where)
 
+    def _all(self, values: Iterable[Any], where: str) -> list[Any]:
+        return [self.value(one, f"{where}.{number}") for number, one in enumerate(values)]
+
     def _require_named(self, value: Any) -> None:
-        """Only what `_Building.named` finds again."""
-        if _found(value) is not value or _package(value.__module__) not in self.packages:
+        """Only what `Building.named` finds again."""
+        if _found(value) is not value or package_of(value.__module__) not in self.packages:
             raise _Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
@@ -211,6 +224,8 @@ class _Describing:
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         if id(tensor) in self.tensors:
             return {"tensor": self.tensors[id(tensor)]}
+        if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise _Unnamed(f"a {type(tensor).__name__}")
         self.attributes[clean(where)] = tensor
         return {"attribute": clean(where)}
 
@@ -224,10 +239,7 @@ class _Describing:
             raise _Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.objects)
         self.kept.append(value)
-        attributes: TREE = {}
-        for key, one in vars(value).items():
-            self._attribute(attributes, key, one, where)
-        return {"object": _name(kind), "number": number, "attributes": attributes}
+        return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
 
 
 class Passed(torch.nn.Module):
@@ -243,11 +255,11 @@ class _Unnamed(Exception):
     """A value that JSON cannot name."""
 
 
-def _package(name: str) -> str:
+def package_of(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
     module = value.__module__
     if module == "__main__":
@@ -267,7 +279,7 @@ def _attribute(module: types.ModuleType, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def _import(name: str) -> Any:
+def imported(name: str) -> Any:
     module, _, path = name.partition(":")
     if not module.endswith(".py"):
         return _attribute(importlib.import_module(module), path)
@@ -289,7 +301,7 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
 
     Raises UserError for a class that no file has by its name.
     """
-    describing = _Describing(model)
+    describing = Describing(model)
     tree = describing.module(model, "")
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
@@ -304,7 +316,7 @@ def _enlist(module: torch.nn.Module) -> None:
         capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-class _Building:
+class Building:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -316,7 +328,7 @@ class _Building:
         kind = self.find(tree["class"])
         if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             raise ValueError(f"{tree['class']} is no torch.nn.Module")
-        self.packages.add(_package(tree["class"]))
+        self.packages.add(package_of(tree["class"]))
         module = kind.__new__(kind)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
@@ -353,11 +365,11 @@ class _Building:
                 self.fill(child, f"{name}.{key}" if name else key)
 
     def find(self, name: str) -> Any:
-        return _import(name)
+        return imported(name)
 
     def named(self, name: str) -> Any:
         """A function or class of torch, or of a package that the model's own classes are of."""
-        if _package(name) not in self.packages:
+        if package_of(name) not in self.packages:
             raise ValueError(f"{name} is of no package that the model's classes are of")
         return self.find(name)
 
@@ -374,6 +386,10 @@ class _Building:
                 return float(inside)
             case "dict":
                 return {self.value(key): self.value(one) for key, one in inside}
+            case "defaultdict":
+                return collections.defaultdict(*map(self.value, inside))
+            case "id":
+                return id(self.parameters.get(inside))
             case "dtype":
                 return getattr(torch, inside)
             case "device":
@@ -412,7 +428,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
     Raises UserError for a class or an attribute that is not there any more.
     """
-    building = _Building(tensors)
+    building = Building(tensors)
     user_file.search(Path(tree.get("path", ".")))
     try:
         model = building.module(tree, "")

@@ -173,14 +173,11 @@ class _Step:
             one.gradients = {}  # they take the most room
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
-        recorded_update.judge(self.recording, verdict, weights, gradients)
+        recorded_update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         if self.alone_in_loss:
             verdict.leave(
                 f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
             )
-        if ranks.reduced_later:
-            kind = self.ranks[0].optimizers[0].kind.partition(":")[2]
-            verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
         return verdict
 
     def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:

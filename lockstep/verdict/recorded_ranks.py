@@ -11,7 +11,7 @@ from lockstep.ground.errors import UserError
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.recorded_update import and_more, class_of
+from lockstep.verdict.recorded_update import and_more
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
@@ -64,12 +64,10 @@ class Ranks:
         return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
 
     def _reduces_itself(self, differ: list[str]) -> bool:
-        """Whether an optimizer that no reference knows makes one update of gradients that differ between replicas.
+        """Whether an optimizer makes one update of gradients that differ between replicas.
 
         Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much.
         """
-        if any(class_of(one) for one in self.ranks[0].optimizers):
-            return False
         size, apart = 0, []
         for name in differ:
             updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")

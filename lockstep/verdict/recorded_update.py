@@ -1,32 +1,34 @@
 """The updates of a recorded step: which parameters the optimizers hold, what moved, and each against the same optimizer's in float64."""
 
-import contextlib
-import importlib
-import inspect
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
 from lockstep.verdict.distance import distance_of, relative
-from lockstep.verdict.float64 import Float64
-from lockstep.verdict.judgement import LIMIT_OF_UPDATE, Judgement, own_update_tolerance
+from lockstep.verdict.judgement import (
+    LIMIT_OF_UPDATE,
+    UPDATE_OF_CHANGE,
+    Judgement,
+    own_update_tolerance,
+)
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.picture import draw
+from lockstep.verdict.recorded_optimizer import CannotStep, Replay, Stepped, Weights
 from lockstep.verdict.recorded_rows import StepVerdict
 
-IMPLEMENTATION = ("params", "fused", "foreach", "capturable")  # of a group: how a step is computed, not what
-DEEPSPEED_ADAM = ("FusedAdam", "DeepSpeedCPUAdam")
-# Of its groups (adam_w_mode, bias_correction)
-DEEPSPEED_WAYS = {(True, True): torch.optim.AdamW, (False, True): torch.optim.Adam}
-Weights = Mapping[str, torch.Tensor]
 
+def judge(
+    recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights, *, streamed: bool
+) -> None:
+    """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them.
 
-def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights) -> None:
-    """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them."""
+    `streamed`: memory does not hold a whole model.
+    """
     step = verdict.step
     optimizers = list(_optimizers(recording, step))
     updated = Lazy(weights, lambda name: recording.whole(step, f"updated/{name}")[0])
@@ -62,7 +64,7 @@ def judge(recording: Recording, verdict: StepVerdict, weights: Weights, gradient
         )
     _judge_between(recording, verdict)
     for optimizer in optimizers:
-        _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated)
+        _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated, streamed)
 
 
 def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
@@ -126,10 +128,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             if rank in elsewhere.get(name.removeprefix("weight/"), [rank])
         }
     )
-    weights, state = (
+    weights, of_all, state = (
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
-        for kind in ("weight/", "state/")
+        for kind in ("weight/", "attribute/", "state/")
     )
+    state += [name.rpartition("/")[0] for name in of_all]
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -163,42 +166,27 @@ def _judge_optimizer(
     weights: Weights,
     gradients: Weights,
     updated: Weights,
+    streamed: bool,
 ) -> None:
-    """Every parameter, and what is kept of it if the next step was recorded, too: that begins with it."""
-    kind, name = class_of(optimizer), optimizer.kind.partition(":")[2]
-    if kind is None:
-        verdict.notes.append(
-            f"the update of {name} is not judged: it is no optimizer of torch that steps without the loop's loss"
+    name = optimizer.kind.partition(":")[2]
+    own = [one for group in optimizer.groups for one in group["params"] if one in gradients]
+    try:
+        replay = Replay(
+            recording, verdict.step, optimizer, weights, gradients, _clipped_later(recording, verdict.step)
         )
+        updates = _Updates(recording, verdict.step, replay, updated)
+        found = updates.judge(own, streamed)
+    except CannotStep as error:
+        said = f"the update of {name} is not judged: {error}"
+        if said not in verdict.unseen:  # of another rank's share
+            verdict.leave(said)
         return
-    step = verdict.step
-    clipped = _clipped_later(recording, step)
-    kept = set(recording.names(step + 1, "state")) if step < len(recording.steps) else set()
-    # Powers of betas are then taken of tensors, in float32
-    of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
-    updates, states = [], []
-    for own, options in _settings(kind, optimizer):
-        if own not in gradients:
-            continue
-        state = {
-            key: recording.whole(step, f"state/{key}/{own}")[0] for key in _state_keys(recording, step, own)
-        }
-        exact, near = (
-            stepped(kind, options, weights[own], gradients[own].to(dtype) * clipped, state, dtype)
-            for dtype in (torch.float64, torch.float32)
+    if updates.odd:
+        verdict.wrong.append(
+            f"what {name} keeps has another dtype than in one process: {and_more(sorted(updates.odd))}"
         )
-        of_powers = 0.0
-        if "betas" in options and (optimizer.is_of_deepspeed or of_tensors):
-            of_powers = _error_of_powers(options, exact[1], 2 * of_tensors)
-        updates.append(_row(step, f"update/{own}", updated[own], weights[own], exact[0], near[0], of_powers))
-        for key, right in exact[1].items():
-            if f"{key}/{own}" not in kept or not right.is_floating_point() or not right.ndim:
-                continue
-            found = recording.whole(step + 1, f"state/{key}/{own}")[0]
-            if found.shape == right.shape:
-                before = state.get(key, torch.zeros_like(found))
-                states.append(_row(step, f"{key}/{own}", found, before, right, near[1][key]))
-    for rows, what in ((states, "of what the optimizer keeps"), (updates, "updates")):
+    for what, of_updates in (("of what the optimizer keeps", False), ("updates", True)):
+        rows = [row for row in found if (row.kind == "update") is of_updates]
         verdict.rows += rows
         wrong = [row for row in rows if row.too_far]
         if wrong:
@@ -212,36 +200,110 @@ def _judge_optimizer(
             )
 
 
+class _Updates:
+    """What an optimizer made of parameters in a step, and what it then keeps of them, if the next step was recorded, too: that begins with it."""
+
+    def __init__(self, recording: Recording, step: int, replay: Replay, updated: Weights):
+        self.recording, self.step, self.replay, self.updated = recording, step, replay, updated
+        self.odd: set[str] = set()  # what is kept in another dtype than the class makes
+        self.before, self.after = (
+            set(recording.names(number, "state")) if number <= len(recording.steps) else set()
+            for number in (step, step + 1)
+        )
+
+    def judge(self, names: list[str], streamed: bool) -> list[Judgement]:
+        """One parameter at a time, which takes little memory, and suffices for torch's classes.
+
+        If that is too far, or fails, the update may need the others, as a norm of all does: then all at once. `streamed`: memory does not
+        hold them. Raises CannotStep.
+        """
+        rows: list[Judgement] = []
+        try:
+            for name in names:
+                rows += self._judge([name])
+            if self.replay.is_of_torch or not any(row.too_far for row in rows):
+                return rows
+        except CannotStep:
+            if streamed:
+                raise
+        if streamed:
+            raise CannotStep(
+                "memory does not hold all parameters, which it may need: give the judge more (--memory)"
+            )
+        return self._judge(names)
+
+    def _judge(self, names: list[str]) -> list[Judgement]:
+        """Where a step has signs in it, rounding errors may turn one: it may do what it does for gradients and state that are off by them."""
+        exact, near = (self.replay.step(names, exact=one) for one in (True, False))
+        rows = self._rows(names, [exact], near)
+        if not any(row.too_far for row in rows):
+            return rows
+        kept = [one for name in names for one in (near.parameters[name], *near.state(name).values())]
+        moved = UPDATE_OF_CHANGE * max(
+            torch.finfo(one.dtype).eps / 2 for one in kept if one.is_floating_point()
+        )
+        others = [self.replay.step(names, exact=True, moved=by) for by in (moved, -moved)]
+        return self._rows(names, [exact, *others], near)
+
+    def _rows(self, names: list[str], exact: list[Stepped], near: Stepped) -> list[Judgement]:
+        rows = []
+        for name in names:
+            states = [one.state(name) for one in exact]
+            values = [one.parameters[name].detach() for one in exact]
+            own, weight, plain = self.updated[name], self.replay.weights[name], near.parameters[name].detach()
+            of_powers = self._error_of_powers(exact[0], name)
+            rows.append(_row(self.step, f"update/{name}", own, weight, values, plain, of_powers))
+            for key, plain in near.state(name).items():
+                known = f"{key}/{name}" in self.after and key in states[0]
+                if not known or not plain.is_floating_point() or not plain.ndim:
+                    continue
+                own = self.recording.whole(self.step + 1, f"state/{key}/{name}")[0]
+                if own.dtype is not plain.dtype:
+                    self.odd.add(f"{key}/{name}, {own.dtype} for {plain.dtype}")
+                if own.shape != plain.shape:
+                    continue
+                before = torch.zeros_like(own)
+                if f"{key}/{name}" in self.before:
+                    before = self.recording.whole(self.step, f"state/{key}/{name}")[0]
+                rows.append(
+                    _row(self.step, f"{key}/{name}", own, before, [one[key] for one in states], plain)
+                )
+        return rows
+
+    def _error_of_powers(self, stepped: Stepped, name: str) -> float:
+        """Of tensors, they are taken in float32."""
+        optimizer, settings, state = self.replay.optimizer, stepped.settings(name), stepped.state(name)
+        of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
+        if "betas" in settings and "step" in state and (optimizer.is_of_deepspeed or of_tensors):
+            return _error_of_powers(settings, state, 2 * of_tensors)
+        return 0.0
+
+
 def _row(
     step: int,
     name: str,
     own: torch.Tensor,
     before: torch.Tensor,
-    exact: torch.Tensor,
+    exact: list[torch.Tensor],
     near: torch.Tensor,
     more: float = 0.0,
 ) -> Judgement:
-    """What was updated, against the same update in float64; in float32 is the yardstick. `more` is tolerated of the change."""
-    found, yardstick = (distance_of(one, exact.double(), before.double()) for one in (own, near.double()))
+    """What was updated, against the same update in float64, or what is nearest between several. In the run's own dtype, it is the yardstick.
+
+    `more` is tolerated of the change.
+    """
+    least, most = (functools.reduce(one, exact).double() for one in (torch.minimum, torch.maximum))
+    reference, of_near = (one.double().clamp(least, most) for one in (own, near))
+    found = distance_of(own, reference, before.double())
+    yardstick = distance_of(near, of_near, before.double())
     roundoff = torch.finfo(own.dtype).eps / 2
     tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
         found.shown.times(more)
     )
     row = Judgement(step, name, found, *tolerated)
     if row.too_far:
-        row.picture = draw(own, exact.double(), *tolerated)
+        row.picture = draw(own, reference, *tolerated)
     return row
-
-
-def class_of(optimizer: Optimizer) -> Any:
-    """The optimizer of torch that it is, or that DeepSpeed's computes as; None for any other."""
-    module, _, name = optimizer.kind.partition(":")
-    if name in DEEPSPEED_ADAM and optimizer.is_of_deepspeed:
-        ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in optimizer.groups}
-        return next((kind for way, kind in DEEPSPEED_WAYS.items() if ways == {way}), None)
-    if not module.startswith("torch.optim") or name == "LBFGS":
-        return None
-    return getattr(importlib.import_module(module), name)
 
 
 def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:
@@ -261,60 +323,3 @@ def _clipped_later(recording: Recording, step: int) -> float:
     """The factor of a clipping between the recorded gradients and the update, as DeepSpeed does it."""
     factors = [clip.factor for clip in recording.steps[step - 1][0].clips if clip.later]
     return math.prod(factors)
-
-
-def _settings(kind: type, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(parameter, what the optimizer is made with for it)."""
-    accepted = inspect.signature(kind).parameters
-    rounds = optimizer.is_of_deepspeed  # its kernels are given float32 numbers
-    for group in optimizer.groups:
-        options = {
-            key: _number(value, rounds)
-            for key, value in group.items()
-            if key in accepted and key not in IMPLEMENTATION
-        }
-        for name in group["params"]:
-            if name:
-                yield name, options
-
-
-def _number(value: Any, rounds: bool) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_number(one, rounds) for one in value)
-    return float(torch.tensor(value)) if rounds and isinstance(value, float) else value
-
-
-def _state_keys(recording: Recording, step: int, name: str) -> list[str]:
-    """What is kept of a parameter, by the first rank that keeps anything of it."""
-    for one in recording.steps[step - 1].values():
-        keys = [key.split("/") for key in one.places if key.startswith("state/")]
-        found = [key for _, key, *rest in keys if "/".join(rest) == name]
-        if found:
-            return found
-    return []
-
-
-def stepped(
-    kind: Any,
-    options: dict[str, Any],
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the parameter after one step of the optimizer, whole, computed in `dtype`; what the optimizer then keeps)."""
-    exactly = (
-        Float64() if dtype is torch.float64 else contextlib.nullcontext()
-    )  # Muon computes in bfloat16 by itself
-    parameter = torch.nn.Parameter(weight.to(dtype).clone())
-    parameter.grad = gradient.to(dtype)
-    if kind is torch.optim.SparseAdam:  # which updates the rows that have a gradient
-        parameter.grad = parameter.grad.to_sparse(1)
-    optimizer = kind([parameter], **options)
-    optimizer.state[parameter] = {
-        key: value.clone() if key == "step" else value.to(dtype).clone() for key, value in state.items()
-    }
-    with exactly:
-        optimizer.step()
-    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value)}
-    return parameter.detach(), kept
