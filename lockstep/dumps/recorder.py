@@ -23,6 +23,7 @@ import functools
 import gc
 import inspect
 import json
+import math
 import os
 import shutil
 import sys
@@ -100,6 +101,8 @@ class Recorder:
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
+        self.last_hooks: dict[int, Callable[[], None]] = {}  # by optimizer, while it steps
+        self.skipped = 0  # windows of micro batches before this step
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
@@ -115,6 +118,7 @@ class Recorder:
         self.removing += patches.see_clipping(self.model, self.see_clip)
         # What is recorded of a step that is skipped begins anew.
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
+        self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
         self.removing.append(patches.see_asking(self._see_asking))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
@@ -160,6 +164,7 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.given_up_on = False  # whether a window was clipped, and then set to zero
         self.channels_last: list[str] = []  # parameters
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
@@ -175,11 +180,18 @@ class Recorder:
             if id(one) in given
         }
         names = [name for name, has_gradient in all_names.items() if has_gradient]
+        of_model = {id(one) for one in tree.named_parameters(self.model).values()}
+        others = [
+            one.grad for one in parameters if id(one) not in of_model and one.grad is not None
+        ]
+        beside = torch.nn.utils.get_total_norm(others)
+        beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
-            clip = {**about, "parameters": []}
+            clip = {**about, "parameters": [], "beside": 0.0}
             self.clips.append(clip)
+        clip["beside"] = math.hypot(clip["beside"], beside)
         clip["parameters"] += names
         clip["too_late"] = any(
             name in group["params"]
@@ -187,6 +199,11 @@ class Recorder:
             for group in one["groups"]
             for name in names or all_names  # an optimizer in the backward pass has set gradients to None
         )
+
+    def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A loop may skip a step whose norm is too large."""
+        complete = bool(self.clips) and not self.optimizers
+        self.given_up_on |= complete and not self._is_of_another_model(optimizer)
 
     def _see_reduction(self, number: int) -> None:
         self.reduced += number
@@ -242,6 +259,9 @@ class Recorder:
             self._write()
             if not self.removing:
                 return
+        if self.given_up_on:
+            self.skipped += 1
+            self._begin()
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
             self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
@@ -358,7 +378,15 @@ class Recorder:
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
         self.compiled = torch.compiler.is_compiling()  # the optimizer's step
-        return self._begin_update(optimizer, arguments, options)
+        if self.compiled:
+            return self._begin_update(optimizer, arguments, options)
+        # After the optimizer's own hooks, which may reduce gradients: those of all optimizers come first.
+        self._remove_last_hook(optimizer)
+        self.last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._begin_update).remove
+        return None
+
+    def _remove_last_hook(self, optimizer: torch.optim.Optimizer) -> None:
+        self.last_hooks.pop(id(optimizer), lambda: None)()
 
     @torch.compiler.disable
     @_harmless
@@ -457,6 +485,7 @@ class Recorder:
     @torch.compiler.disable
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        self._remove_last_hook(optimizer)
         if optimizer is not self.stepping:
             return
         self.updating, self.stepping = False, None
@@ -489,6 +518,7 @@ class Recorder:
             "clips": self.clips,
             "optimizers": self.optimizers,
             "reduced": self.reduced,
+            "skipped": self.skipped,
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
             "places": self.kept.places,
@@ -498,6 +528,7 @@ class Recorder:
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
         self.step += 1
+        self.skipped = 0
         self.last_digests = self.kept.digests
         self._begin()
         if self.step > self.steps:

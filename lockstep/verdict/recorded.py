@@ -164,6 +164,7 @@ class _Step:
             verdict.wrong.append(problem)
             return verdict
         ranks.judge_unused(self.unused)
+        ranks.judge_skipped()
         ranks.judge_modes()
         if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
             return verdict
