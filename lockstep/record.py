@@ -95,6 +95,7 @@ class _Finding:
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
+        self.inner = tree.inner
         self.updating = False
         self.in_closure: torch.nn.Module | None = (
             None  # called inside of an optimizer's step, whose begin was missed
@@ -105,7 +106,8 @@ class _Finding:
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
-            if self.recorder is None and trained and torch.is_grad_enabled() and not around:
+            first = self.recorder is None or self._is_part_of(module)
+            if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or module
                 else:
@@ -113,15 +115,19 @@ class _Finding:
             return real(module, *arguments, **options)
 
         def record(module: torch.nn.Module) -> None:
-            self._restore()
+            if self.recorder is not None:
+                self.recorder.discard()
             self.recorder = Recorder(module, output, steps, modules)
 
         def begins(*_: Any) -> None:
             self.updating = True
+            if self.recorder is not None:
+                torch.nn.Module.__call__ = real  # type: ignore[method-assign]
 
         def ends(*_: Any) -> None:
             self.updating = False
             if self.in_closure is not None:
+                self._restore()
                 record(self.in_closure)
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
@@ -133,6 +139,11 @@ class _Finding:
 
         self._restore = restore
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _is_part_of(self, module: "torch.nn.Module") -> bool:
+        """Whether what is recorded is a part of a module that is called later: a part may be called alone, before training begins."""
+        own = self.recorder.model
+        return self.inner(module) is not own and any(one is own for one in module.modules())
 
     def stop(self) -> None:
         self._restore()

@@ -92,6 +92,7 @@ class Recorder:
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
+        self.attributes = tree.plain_attributes(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.compiled = False
@@ -143,12 +144,16 @@ class Recorder:
         self.outputs.remove()
         self.whole_run.close()
 
-    def give_up(self, why: str) -> None:
-        """End the recording; the training goes on."""
+    def discard(self) -> None:
+        """End the recording, and leave out the step that has begun."""
         self.given_up = True
         self._begin()
         with contextlib.suppress(Exception):  # such as a disk that is full
             self.stop()
+
+    def give_up(self, why: str) -> None:
+        """The same where something went wrong; the training goes on."""
+        self.discard()
         said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
         print(said, file=sys.stderr, flush=True)
 
@@ -288,6 +293,11 @@ class Recorder:
             "autocast": None,
             "param_dtype": parallelism.param_dtype_of(self.model),
             "channels_last": [],
+            "attributes": {  # that are not what they were when the recording began
+                name: value
+                for name, value in tree.plain_attributes(self.model).items()
+                if self.attributes.get(name, value) != value
+            },
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -346,7 +356,8 @@ class Recorder:
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
-            own.register_hook(
+            # After hooks that the loop itself puts on it, such as one that clips what arrives.
+            own.grad_fn.register_prehook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
             )
             return own
@@ -355,9 +366,10 @@ class Recorder:
 
     @_harmless
     def _arrives(
-        self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
+        self, about: dict[str, Any], place: str, loss: float | None, arriving: tuple[torch.Tensor | None]
     ) -> None:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
+        (gradient,) = arriving
         if gradient is None:
             return
         # Gradients are only enabled in a backward pass that makes a graph of itself.

@@ -51,6 +51,7 @@ class MicroBatch(Strict):
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
+    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, that are not what they were when the recording began
     channels_last: list[Name] = []  # of the tensors, by their order in memory
 
 

@@ -57,6 +57,7 @@ class Reference(Passes):
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
+        self.attributes = tree.plain_attributes(self.model)
         own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
         tree.give(self.model, own if units is None else units.outside(self._computed_in))
@@ -209,6 +210,8 @@ class Reference(Passes):
         given |= {name: one for name, one in called.instead.items() if name in known}
         if "use_cache" in known:
             given["use_cache"] = False
+        known_here = {name: one for name, one in called.about.attributes.items() if name in self.attributes}
+        tree.set_attributes(self.model, self.attributes | known_here)
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
         for name, buffer in self.model.named_buffers():
