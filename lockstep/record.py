@@ -95,7 +95,6 @@ class _Finding:
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
-        self.inner = tree.inner
         self.updating = False
         self.in_closure: torch.nn.Module | None = (
             None  # called inside of an optimizer's step, whose begin was missed
@@ -106,7 +105,8 @@ class _Finding:
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
-            first = self.recorder is None or self._is_part_of(module)
+            found = self.recorder
+            first = found is None or _is_part_of(found.model, tree.inner(module))
             if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or module
@@ -140,15 +140,15 @@ class _Finding:
         self._restore = restore
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
-    def _is_part_of(self, module: "torch.nn.Module") -> bool:
-        """Whether what is recorded is a part of a module that is called later: a part may be called alone, before training begins."""
-        own = self.recorder.model
-        return self.inner(module) is not own and any(one is own for one in module.modules())
-
     def stop(self) -> None:
         self._restore()
         if self.recorder is not None:
             self.recorder.stop()
+
+
+def _is_part_of(part: "torch.nn.Module", module: "torch.nn.Module") -> bool:
+    """A part of a model may be called alone, before training begins."""
+    return part is not module and any(one is part for one in module.modules())
 
 
 def batch(**tensors: "torch.Tensor") -> None:

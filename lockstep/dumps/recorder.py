@@ -171,6 +171,7 @@ class Recorder:
         self.updating = False
         self.given_up_on = False  # whether a window was clipped, and then set to zero
         self.channels_last: list[str] = []  # parameters
+        self.elsewhere = 0  # tensors that optimizers of other models hold
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
@@ -186,9 +187,7 @@ class Recorder:
         }
         names = [name for name, has_gradient in all_names.items() if has_gradient]
         of_model = {id(one) for one in tree.named_parameters(self.model).values()}
-        others = [
-            one.grad for one in parameters if id(one) not in of_model and one.grad is not None
-        ]
+        others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
         beside = torch.nn.utils.get_total_norm(others)
         beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
@@ -356,6 +355,7 @@ class Recorder:
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
+            assert own.grad_fn is not None
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
@@ -438,6 +438,7 @@ class Recorder:
             ):  # unless a gradient arrives later, or is kept until the model's own optimizer steps
                 about["elsewhere"] = True
             self.arrived_since = False
+            self.elsewhere += len(held)
             return
         if not self.arrived_since:
             for about in self.micro:
@@ -531,6 +532,7 @@ class Recorder:
             "optimizers": self.optimizers,
             "reduced": self.reduced,
             "skipped": self.skipped,
+            "of_others": self.elsewhere,
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
             "places": self.kept.places,

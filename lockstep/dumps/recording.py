@@ -108,6 +108,7 @@ class Step(Strict):
     channels_last: list[Name] = []  # parameters
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
+    of_others: Whole = 0  # tensors that the optimizers of other models hold
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there

@@ -78,7 +78,9 @@ class WholeRun:
             # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
             of_rows = any(one.ndim > 1 for one in tensors)
             self.samples.append(
-                hashes(tensors[0], mask) if of_rows else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
+                hashes(tensors[0], mask)
+                if of_rows
+                else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
             )
 
     def _end_step(self) -> None:

@@ -179,6 +179,10 @@ class _Step:
             verdict.leave(
                 f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
             )
+        if self.ranks[0].of_others:
+            verdict.leave(
+                f"tensors of other models, whose optimizers step, too, are not judged: {self.ranks[0].of_others}"
+            )
         if ranks.reduced_later:
             kind = self.ranks[0].optimizers[0].kind.partition(":")[2]
             verdict.leave(f"what {kind} makes of the gradients, which it reduces itself, is not judged")
@@ -279,6 +283,7 @@ class _Step:
                     one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
+        recorded_task.judge_replicas(self.verdict, exact, self.micro)
         before = len(self.verdict.wrong)
         wrong = modules.close()
         first = next((row.name for row in modules.rows.values() if row.too_far), "")

@@ -188,11 +188,13 @@ class Ranks:
             {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
         )
         new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
-        apart = next((rank for rank, one in self.ranks.items() if one.of_model != self.ranks[0].of_model), None)
+        apart = next(
+            (rank for rank, one in self.ranks.items() if one.of_model != self.ranks[0].of_model), None
+        )
         if apart is not None:
             odd = sorted(self.ranks[apart].of_model ^ self.ranks[0].of_model)[0]
             raise UserError(
-                f"ranks 0 and {apart} have different parameters, such as {odd}: neither has the whole model, which one process would need"
+                f"ranks 0 and {apart} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
             )
         if gone or set(new) - with_tied:
             raise UserError(

@@ -244,6 +244,7 @@ class Weighed:
             if one.mean.labels
         )
         targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
+        inside = sum(one[..., 1:].numel() for one in targets)
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
         )  # micro batches of a rank at which a gradient arrived
@@ -255,7 +256,7 @@ class Weighed:
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
             "the positions of the global batch": float(sum(one.numel() for one in targets)),
-            "its positions but the last of each row": float(sum(one[..., 1:].numel() for one in targets)),
+            "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
             "the micro batches of another step": float(self.elsewhere),
         }
