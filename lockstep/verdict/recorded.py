@@ -239,6 +239,12 @@ class _Step:
         told = {
             module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
         }
+        if called.piece is not None:  # the whole is told what all pieces chose
+            of_all = [self.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
+            for module, choice in told.items():
+                name = f"forward/{called.number}/{module}"
+                whole = called.piece.pieces.joined_rows([of[name][0][1] for of in of_all])
+                told[module] = choice if whole is None else whole
         return own, told
 
     def _compute(self, weights: Gradients) -> bool:
