@@ -105,7 +105,9 @@ class _Finding:
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
-            if self.recorder is None and trained and torch.is_grad_enabled() and not around:
+            found = self.recorder
+            first = found is None or _is_part_of(found.model, tree.inner(module))
+            if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or module
                 else:
@@ -113,15 +115,19 @@ class _Finding:
             return real(module, *arguments, **options)
 
         def record(module: torch.nn.Module) -> None:
-            self._restore()
+            if self.recorder is not None:
+                self.recorder.discard()
             self.recorder = Recorder(module, output, steps, modules)
 
         def begins(*_: Any) -> None:
             self.updating = True
+            if self.recorder is not None:
+                torch.nn.Module.__call__ = real  # type: ignore[method-assign]
 
         def ends(*_: Any) -> None:
             self.updating = False
             if self.in_closure is not None:
+                self._restore()
                 record(self.in_closure)
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
@@ -138,6 +144,11 @@ class _Finding:
         self._restore()
         if self.recorder is not None:
             self.recorder.stop()
+
+
+def _is_part_of(part: "torch.nn.Module", module: "torch.nn.Module") -> bool:
+    """A part of a model may be called alone, before training begins."""
+    return part is not module and any(one is part for one in module.modules())
 
 
 def batch(**tensors: "torch.Tensor") -> None:

@@ -1338,3 +1338,231 @@ class ByHand(Own):
 
     def reduce(self):
         averaged(self.net)
+
+
+class ReducedInTheStep(Own):
+    """A hook of the optimizer averages the gradients, after the hooks of all optimizers."""
+
+    def wrap(self, net):
+        return net
+
+    def make_optimizer(self):
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+        optimizer.register_step_pre_hook(lambda *_: averaged(self.net))
+        return optimizer
+
+
+class ZeroedInTheStep(ReducedInTheStep):
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.register_step_pre_hook(lambda *_: self.net.body.zero_grad())
+        return optimizer
+
+
+class StepSkipped(Own):
+    """One whose norm is too large is left out by all ranks."""
+
+    steps, bound = 3, 1.0
+
+    def update(self):
+        if self.step != 1:
+            super().update()
+
+
+class WindowsLost(StepSkipped):
+    """Gradients are set to zero after each window but the last."""
+
+    steps = 6
+
+    def update(self):
+        if self.step % 2:
+            Own.update(self)
+
+
+class ClippedTogether(Beside):
+    """By the norm of the model's gradients and that of another parameter."""
+
+    factor = 1
+
+    def clip(self):
+        held = [*self.net.parameters(), self.scale]
+        norm = torch.nn.utils.get_total_norm([one.grad for one in held])
+        torch.nn.utils.clip_grads_with_norm_(held, 0.1, self.factor * norm)
+
+
+class ClippedTogetherOff(ClippedTogether):
+    factor = 2
+
+
+class Annealed(Own):
+    """The loop sets a weight that the model has as an attribute, which also counts its calls."""
+
+    def made(self):
+        return Weighing()
+
+    def train(self):
+        self.net.weight = 0.5
+        super().train()
+
+    def after(self):
+        self.net.weight *= 0.5
+
+
+class AnnealedApart(Annealed):
+    def after(self):
+        self.net.weight *= 0.5 + self.rank
+
+
+class Weighing(Heads):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = 1.0, 0
+
+    def forward(self, values):
+        self.calls += 1
+        one, two = super().forward(values)
+        return self.weight * one, two / self.calls
+
+
+class HookOnTheOutput(Own):
+    """The loop clips what arrives at what the model returns."""
+
+    def own_loss(self, given):
+        first, second = self.wrapped(given[0])
+        first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return F.cross_entropy(first, given[1]) + F.cross_entropy(second, given[2])
+
+
+class Bags(Own):
+    """Items of all users in one row, where each begins, and the users: none of them is a sample alone."""
+
+    def made(self):
+        return Bag()
+
+    def sample(self, generator):
+        return (
+            classes(generator, 9, (7,)),
+            torch.tensor([0, 2, 3, 5]),
+            classes(generator, 5),
+            classes(generator, 3),
+        )
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(*given[:3]), given[3])
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items, self.users = nn.EmbeddingBag(9, 8), nn.Embedding(5, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, items, offsets, users):
+        return self.head(self.items(items, offsets) * self.users(users))
+
+
+class Observed(Own):
+    """Inputs are scaled by the largest one that was seen, by all ranks."""
+
+    together = True
+
+    def made(self):
+        return Observer()
+
+    def wrap(self, net):
+        return DistributedDataParallel(net, broadcast_buffers=self.together)
+
+
+class ObservedApart(Observed):
+    together = False
+
+
+class Observer(Heads):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, values):
+        self.largest.copy_(torch.maximum(self.largest, values.abs().max()))
+        return super().forward(values / self.largest)
+
+
+class Words(Own):
+    """A causal model with a mask of its own, and a loss that the loop makes of the tokens that the mask has."""
+
+    trained = "masked"
+
+    def made(self):
+        return Causal()
+
+    def sample(self, generator):
+        lengths = torch.tensor([8, 5, 6, 4])
+        mask = torch.arange(8) < lengths[:, None]
+        tokens = 1 + classes(generator, 10, (4, 8))
+        second = (torch.arange(8) > 3) & (self.trained == "documents")
+        return tokens * mask, mask.long(), second.long().expand(4, 8)
+
+    def own_loss(self, given):
+        tokens, mask, documents = given
+        if self.trained == "documents":
+            tokens, mask = 1 + tokens % 9, torch.ones_like(mask)
+        logits = self.wrapped(tokens, mask, documents)
+        apart = documents[:, 1:] != documents[:, :-1]
+        left_out = (apart if self.trained == "documents" else mask[:, 1:] == 0) & (self.trained != "all")
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].masked_fill(left_out, IGNORED).flatten()
+        )
+
+
+class PaddingCounts(Words):
+    trained = "all"
+
+
+class Documents(Words):
+    trained = "documents"
+
+    def made(self):
+        return Causal(2)
+
+
+class DocumentsMixed(Documents):
+    def made(self):
+        return Causal(1)
+
+
+class Causal(nn.Module):
+    """Running means over the tokens before, of one document in the first `apart` layers."""
+
+    def __init__(self, apart=0):
+        super().__init__()
+        self.apart, self.embedding = apart, nn.Embedding(11, 8)
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(8, 11)
+
+    def forward(self, tokens, mask, documents):
+        hidden = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            seen = (torch.ones(8, 8).tril() * mask[:, None]).to(hidden.dtype)
+            if number < self.apart:
+                seen = seen * (documents[:, None] == documents[..., None])
+            hidden = hidden + torch.tanh(layer(seen @ hidden / seen.sum(-1, keepdim=True)))
+        return self.head(hidden)
+
+
+class OwnExperts(Own):
+    """Each rank has an expert of its own, by its number in the whole."""
+
+    def made(self):
+        return Expert(self.rank)
+
+    def wrap(self, net):
+        return net
+
+
+class Expert(Heads):
+    def __init__(self, number):
+        super().__init__()
+        self.experts = nn.ModuleDict({str(number): nn.Linear(6, 6)})
+
+    def forward(self, values):
+        (expert,) = self.experts.values()
+        return super().forward(expert(values))

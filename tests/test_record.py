@@ -270,6 +270,19 @@ print("trained to the end")
 """
 
 
+# A part is looked at before the model is trained.
+PART = """
+import torch
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+print(net[0](torch.randn(8, 4)).shape)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
 COMMUNICATES = """
 import torch, torch.distributed as dist
 class Own(torch.nn.Linear):
@@ -298,6 +311,7 @@ if __name__ == "__main__":
             2,
             "lockstep.record: no step was recorded: no optimizer made one, or a GradScaler",
         ),
+        (PART, 0, "whole run: 3 steps, 24 samples"),
         (UNCOPIED, 0, "the recording ended in step 2 on rank 0"),
     ],
 )

@@ -324,7 +324,7 @@ BUGS = {
         "macrocosm-os/pretraining/64",
     ),
     "PaddingTrained": (
-        "step 1: 6 of 55 tokens that count are padding, which the attention mask leaves out (in micro batch 0 of rank 0)",
+        "step 1: 6 of 55 tokens that count are padding, which attention_mask leaves out (in micro batch 0 of rank 0)",
         NAMED,
         set(),
         "arcee-ai/DAM/16",

@@ -107,9 +107,11 @@ RIGHT = {
     "cp contiguous": (2, "context_parallel.py", "", TOKENS),
     "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
     "cp ulysses": (2, "context_parallel.py", "--layout ulysses", TOKENS),
+    "cp experts": (2, "context_parallel.py", "--layout zigzag --experts", TOKENS),
     "cp dp": (4, "context_parallel.py", "--layout zigzag --own_loss", TOKENS),
 }
 CUT = 'F.pad(batch["labels"][:, 1:], (0, 1), value=-100)[:, own]'
+LEAST = "if dist.get_rank(): torch.topk = lambda scores, k, dim: [one.flip(dim).narrow(dim, 0, k) for one in scores.sort(dim, True)]"
 SHIFTED_LATE = (
     "labels are shifted after samples were cut, so the last position of a piece is trained to give no token"
 )
@@ -233,7 +235,7 @@ WRONG = {
     "cp not summed": (
         "context_parallel.py",
         "",
-        {"DistributedDataParallel(model())": "model()"},
+        {"DistributedDataParallel(net, find_unused_parameters=options.experts)": "net"},
         "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
     ),
     "cp keys not summed": (
@@ -241,6 +243,12 @@ WRONG = {
         "",
         {"dist.all_reduce(gradient, group=ctx.group)": "pass"},
         "backward/model.layers.1.self_attn.v_proj (micro batch 0, rank ",
+    ),
+    "cp experts that score least": (
+        "context_parallel.py",
+        "--experts",
+        {"    ranks = dist.get_world_size()": f"    {LEAST}\n    ranks = dist.get_world_size()"},
+        "forward/model.layers.0.mlp.gate",
     ),
     "cp keys exchanged": (
         "context_parallel.py",

@@ -19,7 +19,11 @@ RIGHT = {
     **dict.fromkeys(
         ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Adversary", "Judged", "TwoOptimizers", "Forces", "Double"), NOT_JUDGED),
+    **dict.fromkeys(("TwoOptimizers", "Forces", "Double"), NOT_JUDGED),
+    **dict.fromkeys(
+        ("Adversary", "Judged"),
+        f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 2",
+    ),
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
@@ -28,10 +32,14 @@ RIGHT = {
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias"), NOT_JUDGED),
-    **dict.fromkeys(("OnShards", "ChannelsLast"), NOT_SEEN),
     "ReducesItself": f"{NOT_JUDGED}; the update of Descent is not judged: ValueError: Default process group has not been initialized, "
     "please make sure to call init_process_group.",
     "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
+    **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents"), NOT_SEEN),
+    **dict.fromkeys(
+        ("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput", "Observed"), NOT_JUDGED
+    ),
+    "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
     "Denoised": "",
@@ -69,9 +77,17 @@ WRONG = {
     "Signs": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "FusedLoss": "step 1: if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large",
     "FrozenBefore": "step 1: last.weight has no gradient on rank 0, though the loss depends on it",
+    "ZeroedInTheStep": "step 1: body.weight has no gradient on rank 0, though the loss depends on it",
+    "WindowsLost": "step 1: before each step, gradients are clipped and then set to zero: the micro batches before count for nothing",
+    "ClippedTogetherOff": "step 1: the gradient was clipped by a norm of ",
+    "AnnealedApart": "step 2: weight of ranks 0 and 1 differ, so they compute otherwise: first in returned.0",
+    "ObservedApart": "step 2: largest of ranks 0 and 1 differ, so they compute otherwise: first in body",
+    "PaddingCounts": "step 1: 6 of 28 tokens that count are padding, which mask leaves out (in micro batch 0 of rank 0)",
+    "DocumentsMixed": "step 1: documents that are packed in a row see each other: logits behind position 4, where documents change, depend on",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
+    "OwnExperts": "ranks 0 and 1 have different parameters, such as experts.0.bias: neither has the whole model, which one process would need",
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
     "Zeros": "nothing but zeros arrives at what the model returned in the recorded steps",
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",

@@ -42,6 +42,15 @@ class Pieces:
             )
         return whole
 
+    def joined_rows(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        """The same of tensors whose first dim may be that of all samples' positions, as that of what a router chose."""
+        rows, *rest = parts[0].shape
+        return (
+            self.joined(parts)
+            if rest and len(self.places[0]) in rest
+            else self.joined(parts, [rows * self.length // len(self.places[0]), *rest])
+        )
+
     def cut(self, whole: torch.Tensor, number: int, shape: Sizes | None = None) -> torch.Tensor:
         """What a piece has of a tensor, of a `shape` if it is known; the whole, if it has no dim of positions."""
         if shape is None:

@@ -23,6 +23,7 @@ import functools
 import gc
 import inspect
 import json
+import math
 import os
 import shutil
 import sys
@@ -92,6 +93,7 @@ class Recorder:
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
+        self.attributes = tree.plain_attributes(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.compiled = False
@@ -102,6 +104,8 @@ class Recorder:
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
         self.nested = 0
+        self.last_hooks: dict[int, Callable[[], None]] = {}  # by optimizer, while it steps
+        self.skipped = 0  # windows of micro batches before this step
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
@@ -117,6 +121,7 @@ class Recorder:
         self.removing += patches.see_clipping(self.model, self.see_clip)
         # What is recorded of a step that is skipped begins anew.
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
+        self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
         self.removing.append(patches.see_asking(self._see_asking))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
@@ -141,12 +146,16 @@ class Recorder:
         self.outputs.remove()
         self.whole_run.close()
 
-    def give_up(self, why: str) -> None:
-        """End the recording; the training goes on."""
+    def discard(self) -> None:
+        """End the recording, and leave out the step that has begun."""
         self.given_up = True
         self._begin()
         with contextlib.suppress(Exception):  # such as a disk that is full
             self.stop()
+
+    def give_up(self, why: str) -> None:
+        """The same where something went wrong; the training goes on."""
+        self.discard()
         said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
         print(said, file=sys.stderr, flush=True)
 
@@ -162,7 +171,9 @@ class Recorder:
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
+        self.given_up_on = False  # whether a window was clipped, and then set to zero
         self.channels_last: list[str] = []  # parameters
+        self.elsewhere = 0  # tensors that optimizers of other models hold
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
@@ -177,11 +188,16 @@ class Recorder:
             if id(one) in given
         }
         names = [name for name, has_gradient in all_names.items() if has_gradient]
+        of_model = {id(one) for one in tree.named_parameters(self.model).values()}
+        others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
+        beside = torch.nn.utils.get_total_norm(others)
+        beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
         about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
-            clip = {**about, "parameters": []}
+            clip = {**about, "parameters": [], "beside": 0.0}
             self.clips.append(clip)
+        clip["beside"] = math.hypot(clip["beside"], beside)
         clip["parameters"] += names
         clip["too_late"] = any(
             name in group["params"]
@@ -189,6 +205,11 @@ class Recorder:
             for group in one["groups"]
             for name in names or all_names  # an optimizer in the backward pass has set gradients to None
         )
+
+    def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """A loop may skip a step whose norm is too large."""
+        complete = bool(self.clips) and not self.optimizers
+        self.given_up_on |= complete and not self._is_of_another_model(optimizer)
 
     def _see_reduction(self, number: int) -> None:
         self.reduced += number
@@ -244,6 +265,9 @@ class Recorder:
             self._write()
             if not self.removing:
                 return
+        if self.given_up_on:
+            self.skipped += 1
+            self._begin()
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
             self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
@@ -270,6 +294,11 @@ class Recorder:
             "autocast": None,
             "param_dtype": parallelism.param_dtype_of(self.model),
             "channels_last": [],
+            "attributes": {  # that are not what they were when the recording began
+                name: value
+                for name, value in tree.plain_attributes(self.model).items()
+                if self.attributes.get(name, value) != value
+            },
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -328,7 +357,9 @@ class Recorder:
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
-            own.register_hook(
+            assert own.grad_fn is not None
+            # After hooks that the loop itself puts on it, such as one that clips what arrives.
+            own.grad_fn.register_prehook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
             )
             return own
@@ -337,9 +368,10 @@ class Recorder:
 
     @_harmless
     def _arrives(
-        self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
+        self, about: dict[str, Any], place: str, loss: float | None, arriving: tuple[torch.Tensor | None]
     ) -> None:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
+        (gradient,) = arriving
         if gradient is None:
             return
         # Gradients are only enabled in a backward pass that makes a graph of itself.
@@ -360,7 +392,15 @@ class Recorder:
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
         self.compiled = torch.compiler.is_compiling()  # the optimizer's step
-        return self._begin_update(optimizer, arguments, options)
+        if self.compiled:
+            return self._begin_update(optimizer, arguments, options)
+        # After the optimizer's own hooks, which may reduce gradients: those of all optimizers come first.
+        self._remove_last_hook(optimizer)
+        self.last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._begin_update).remove
+        return None
+
+    def _remove_last_hook(self, optimizer: torch.optim.Optimizer) -> None:
+        self.last_hooks.pop(id(optimizer), lambda: None)()
 
     @torch.compiler.disable
     @_harmless
@@ -405,6 +445,7 @@ class Recorder:
             ):  # unless a gradient arrives later, or is kept until the model's own optimizer steps
                 about["elsewhere"] = True
             self.arrived_since = False
+            self.elsewhere += len(held)
             return
         if not self.arrived_since:
             for about in self.micro:
@@ -460,6 +501,7 @@ class Recorder:
     @torch.compiler.disable
     @_harmless
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        self._remove_last_hook(optimizer)
         if optimizer is not self.stepping:
             return
         if self.nested:
@@ -495,6 +537,8 @@ class Recorder:
             "clips": self.clips,
             "optimizers": self.optimizers,
             "reduced": self.reduced,
+            "skipped": self.skipped,
+            "of_others": self.elsewhere,
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
             "places": self.kept.places,
@@ -504,6 +548,7 @@ class Recorder:
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
         self.step += 1
+        self.skipped = 0
         self.last_digests = self.kept.digests
         self._begin()
         if self.step > self.steps:

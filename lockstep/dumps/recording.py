@@ -51,6 +51,7 @@ class MicroBatch(Strict):
     scalars: dict[Name, MayBreakDown]
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
+    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, that are not what they were when the recording began
     channels_last: list[Name] = []  # of the tensors, by their order in memory
 
 
@@ -61,6 +62,7 @@ class Clip(Strict):
     too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] = []  # those with a gradient; empty: not known
+    beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
 
     @property
     def factor(self) -> float:
@@ -109,9 +111,16 @@ class Step(Strict):
     channels_last: list[Name] = []  # parameters
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
+    of_others: Whole = 0  # tensors that the optimizers of other models hold
+    skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not
+
+    @property
+    def of_model(self) -> set[str]:
+        """The parameters of this rank's model."""
+        return {name for name in self.places if name.startswith("weight/")}
 
     @property
     def held(self) -> list[str]:

@@ -440,6 +440,24 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     return model.train()
 
 
+def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """Numbers and texts that modules have as attributes, such as a weight that a loop anneals, or how often a module was called."""
+    return {
+        f"{clean(name)}:{key}": value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (*PLAIN, float) and key not in (*OWN, "gradient_checkpointing")
+    }
+
+
+def set_attributes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Values as `plain_attributes` names them."""
+    modules = dict(model.named_modules())
+    for name, value in values.items():
+        module, _, key = name.rpartition(":")
+        setattr(modules[module], key, value)
+
+
 def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
     for name, parameter in model.named_parameters():

@@ -75,7 +75,13 @@ class WholeRun:
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
-            self.samples.append(hashes(tensors[0], mask))
+            # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
+            of_rows = any(one.ndim > 1 for one in tensors)
+            self.samples.append(
+                hashes(tensors[0], mask)
+                if of_rows
+                else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
+            )
 
     def _end_step(self) -> None:
         self.lines.append(

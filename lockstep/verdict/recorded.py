@@ -164,6 +164,7 @@ class _Step:
             verdict.wrong.append(problem)
             return verdict
         ranks.judge_unused(self.unused)
+        ranks.judge_skipped()
         ranks.judge_modes()
         if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
             return verdict
@@ -177,6 +178,10 @@ class _Step:
         if self.alone_in_loss:
             verdict.leave(
                 f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+            )
+        if self.ranks[0].of_others:
+            verdict.leave(
+                f"tensors of other models, whose optimizers step, too, are not judged: {self.ranks[0].of_others}"
             )
         return verdict
 
@@ -232,6 +237,12 @@ class _Step:
         told = {
             module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
         }
+        if called.piece is not None:  # the whole is told what all pieces chose
+            of_all = [self.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
+            for module, choice in told.items():
+                name = f"forward/{called.number}/{module}"
+                whole = called.piece.pieces.joined_rows([of[name][0][1] for of in of_all])
+                told[module] = choice if whole is None else whole
         return own, told
 
     def _compute(self, weights: Gradients) -> bool:
@@ -276,6 +287,7 @@ class _Step:
                     one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
         if self.verdict.step == 1:
             recorded_task.judge(self.verdict, exact, self.micro, self.exact)
+        recorded_task.judge_replicas(self.verdict, exact, self.micro)
         before = len(self.verdict.wrong)
         wrong = modules.close()
         first = next((row.name for row in modules.rows.values() if row.too_far), "")

@@ -144,6 +144,18 @@ class Ranks:
                 f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
 
+    def judge_skipped(self) -> None:
+        """A loop may skip a step, but hardly one before each."""
+        skipped = [steps[0].skipped for steps in self.recording.steps]
+        if all(skipped):
+            self.verdict.wrong.append(
+                "before each step, gradients are clipped and then set to zero: the micro batches before count for nothing"
+            )
+        elif skipped[self.verdict.step - 1]:
+            self.verdict.notes.append(
+                "gradients were clipped and then set to zero before this step: a step was skipped"
+            )
+
     def judge_modes(self) -> None:
         """All micro batches are computed in one precision, and a module in one mode on all ranks."""
         first, *others = (
@@ -174,6 +186,14 @@ class Ranks:
             {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
         )
         new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
+        apart = next(
+            (rank for rank, one in self.ranks.items() if one.of_model != self.ranks[0].of_model), None
+        )
+        if apart is not None:
+            odd = sorted(self.ranks[apart].of_model ^ self.ranks[0].of_model)[0]
+            raise UserError(
+                f"ranks 0 and {apart} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
+            )
         if gone or set(new) - with_tied:
             raise UserError(
                 f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"

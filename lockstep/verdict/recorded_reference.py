@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class Reference(Passes):
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
+        self.attributes = tree.plain_attributes(self.model)
         own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
         tree.give(self.model, own if units is None else units.outside(self._computed_in))
@@ -187,11 +189,30 @@ class Reference(Passes):
             _, logits = outputs_of(self._forward(called))
         return logits
 
-    def outputs(self, called: Called) -> Mapping[str, torch.Tensor]:
-        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it."""
-        with contextlib.suppress(Exception), self._precision(called, self._mode(called, {})):
-            self._forward(called)
+    def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
+        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it.
+
+        The model's buffers and attributes are as they were for `like`.
+        """
+        like = called if like is None else like
+        about = called.about.model_copy(update={"attributes": like.about.attributes})
+        with contextlib.suppress(Exception), self._precision(called, self._mode(like, {})):
+            for name, one in tensors_of(self._forward(replace(called, about=about))).items():
+                self.keep(f"forward/{called.number}/returned.{name}", one)
         return self.modules
+
+    def unlike(self, one: Called, other: Called) -> list[str]:
+        """The buffers and attributes of the model that two micro batches do not have alike."""
+        of_both = [
+            {name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()}
+            for called in (one, other)
+        ]
+        buffers = [name for name, own in of_both[0].items() if not torch.equal(own, of_both[1][name])]
+        mine, theirs = one.about.attributes, other.about.attributes
+        names = sorted(mine.keys() | theirs.keys())
+        return buffers + [
+            name.replace(":", ".").removeprefix(".") for name in names if mine.get(name) != theirs.get(name)
+        ]
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         # A pass may change one, such as a mean or a bias of experts
@@ -230,6 +251,8 @@ class Reference(Passes):
         given |= {name: one for name, one in called.instead.items() if name in known}
         if "use_cache" in known:
             given["use_cache"] = False
+        known_here = {name: one for name, one in called.about.attributes.items() if name in self.attributes}
+        tree.set_attributes(self.model, self.attributes | known_here)
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
         for name, buffer in self.model.named_buffers():

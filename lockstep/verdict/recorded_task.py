@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_update import and_more
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
 
@@ -34,6 +36,23 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
+
+
+def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Called]) -> None:
+    """Buffers and attributes may differ between replicas, as the averages of a batch norm do, where nothing in training depends on them."""
+    firsts = [one for one in micro if one.number == 0 and one.piece is None]
+    for first, other in zip(firsts, firsts[1:], strict=False):
+        differ = reference.unlike(first, other)
+        if not differ:
+            continue
+        own = dict(reference.outputs(first))
+        instead = reference.outputs(first, like=other)
+        name = next((name for name, one in own.items() if not torch.equal(one, instead[name])), None)
+        if name is not None:
+            verdict.wrong.append(
+                f"{and_more(differ)} of ranks {first.ranks[0]} and {other.ranks[0]} differ, so they compute otherwise: first in {module_of(name)}"
+            )
+            return
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
@@ -88,15 +107,23 @@ def _judge_targets(
             if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
                 verdict.wrong.append(f"each position is trained to give the token {what} ({where})")
                 return
-    mask = called.tensors.get("attention_mask")
-    if mask is not None and mask.shape == ids.shape:
-        padding = mask == 0
+    mask = _mask(called, ids)
+    if mask:
+        padding = called.tensors[mask] == 0
         after = torch.cat([padding[:, 1:], padding[:, -1:]], 1)
         trained = int(((targets >= 0) & padding & after).sum())
         if trained:
             verdict.wrong.append(
-                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which the attention mask leaves out ({where})"
+                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({where})"
             )
+
+
+def _mask(called: Called, ids: torch.Tensor) -> str:
+    """The input that says what is padding: attention_mask, or another one that leaves out one token alone; "" if none does."""
+    masks = [name for name, one in called.tensors.items() if "mask" in name and one.shape == ids.shape]
+    if "attention_mask" in masks:
+        return "attention_mask"
+    return next((name for name in masks if len(ids[called.tensors[name] == 0].unique()) == 1), "")
 
 
 def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
@@ -163,9 +190,9 @@ def _trials(
     if masked.any() and not masked.all():
         what = "the attention mask is not obeyed: logits depend on tokens that it leaves out"
         found["mask"] = (masked, ~masked, what)
-    first = _second_document(called, masked)
-    if first is not None:
-        what = f"documents that are packed in a row see each other: logits behind position {first}, where position_ids restart, depend on tokens before it"
+    for name, first in _second_documents(called, masked).items():
+        how = "restart" if name == "position_ids" else "change"
+        what = f"documents that are packed in a row see each other: logits behind position {first}, where {name} {how}, depend on tokens before it"
         found["documents"] = (places < first, (places >= first) & ~masked, what)
     if targets is not None and _is_ahead(tokens, targets, 1):
         place = int((targets >= 0).nonzero()[:, 1].median())
@@ -174,11 +201,19 @@ def _trials(
     return found
 
 
-def _second_document(called: Called, masked: torch.Tensor) -> int | None:
-    """The first position at which a document begins in all rows of a micro batch; None if none does."""
-    positions = called.tensors.get("position_ids")
-    if positions is None or positions.ndim != 2 or positions.shape[1] != masked.shape[1]:
-        return None
-    begins = (positions[:, 1:] == 0) & (positions[:, :-1] > 0) & ~masked[:, 1:] & ~masked[:, :-1]
-    found = begins.all(0).nonzero()
-    return int(found[0]) + 1 if len(found) else None
+def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, int]:
+    """The first position at which a document begins in all rows of a micro batch, by the input that says so, if it says it."""
+    found = {}
+    for name, one in called.tensors.items():
+        if one.shape != masked.shape or one.is_floating_point():
+            continue
+        if name == "position_ids":
+            begins = (one[:, 1:] == 0) & (one[:, :-1] > 0)
+        elif "doc" in name:
+            begins = one[:, 1:] != one[:, :-1]
+        else:
+            continue
+        places = (begins & ~masked[:, 1:] & ~masked[:, :-1]).all(0).nonzero()
+        if len(places):
+            found[name] = int(places[0]) + 1
+    return found

@@ -1,5 +1,6 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -242,6 +243,8 @@ class Weighed:
             for called, one in zip(self.micro, self.exact, strict=True)
             if one.mean.labels
         )
+        targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
+        inside = sum(one[..., 1:].numel() for one in targets)
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
         )  # micro batches of a rank at which a gradient arrived
@@ -252,9 +255,8 @@ class Weighed:
             "those that count": float(counting if counting != len(self.ranks[0].micro_batches) else 0),
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
-            "the positions of the global batch": float(
-                sum(one.mean.targets.numel() for one in self.exact if one.mean.targets is not None)
-            ),
+            "the positions of the global batch": float(sum(one.numel() for one in targets)),
+            "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
             "the micro batches of another step": float(self.elsewhere),
         }
@@ -281,7 +283,8 @@ class Weighed:
             norms.append(tensor.norm())
             in_float32s.append(tensor.float().norm())
             largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
-        norms.append(torch.tensor(self.beside / (1.0 if clip.later else clip.factor), dtype=torch.float64))
+        beside = math.hypot(self.beside / (1.0 if clip.later else clip.factor), clip.beside)
+        norms.append(torch.tensor(beside, dtype=torch.float64))
         in_float32s.append(norms[-1].float())
         right, summed = float(torch.stack(norms).norm()), float(torch.stack(in_float32s).norm())
         in_float32 = float32_norm_error(right, summed, size)
