@@ -1250,6 +1250,28 @@ class Returned(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class ScaledOwn(Own):
+    """A GradScaler scales a loss of the loop's own."""
+
+    def make_optimizer(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        return super().make_optimizer()
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def update(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class NeverUnscaled(ScaledOwn):
+    """The scaler scales, and the optimizer steps without it."""
+
+    def update(self):
+        self.optimizer.step()
+
+
 class GivesItsBias(Own):
     """A module returns its bias, which its caller adds, as GPT-NeoX Japanese does. A weight has no elements, as one of MobileBERT's may."""
 

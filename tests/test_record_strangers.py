@@ -31,7 +31,7 @@ RIGHT = {
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias"), NOT_JUDGED),
+    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn"), NOT_JUDGED),
     "ReducesItself": f"{NOT_JUDGED}; the update of Descent is not judged: ValueError: Default process group has not been initialized, "
     "please make sure to call init_process_group.",
     "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
@@ -70,6 +70,8 @@ WRONG = {
     "OneRanksGradient": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1, and 5 more; they were not reduced",
     "SharedOutNotSent": "step 2: weights differ between ranks that hold the same: ",
     "ClippedInBackward": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
+    "NeverUnscaled": "step 1: the gradient is 256 times that of what follows from the gradients at the logits, averaged over the ranks, "
+    "which is the scale of the GradScaler",
     "Reordered": "step 1: 2 of 6 gradients are too far from the reference, most of all ",
     "Compressed": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
     "OtherSamplesOnShards": "step 1: gradients differ between ranks that hold the same: ",

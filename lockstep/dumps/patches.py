@@ -1,4 +1,4 @@
-"""What of torch is replaced while a run is recorded, where torch has no hook: clipping by a norm, the step of a GradScaler, collectives."""
+"""What of torch is replaced while a run is recorded, where torch has no hook: clipping by a norm, GradScaler's methods, collectives."""
 
 import functools
 from collections.abc import Callable
@@ -90,6 +90,19 @@ def see_asking(see: Callable[[int], None]) -> Undo:
             see(-1)
 
     return replace(torch.autograd, "grad", grad)
+
+
+def see_scaling(see: Callable[[float], None]) -> Undo:
+    """`see` is given what a GradScaler multiplies a loss with."""
+    real = torch.amp.GradScaler.scale
+
+    def scale(scaler: Any, *arguments: Any, **options: Any) -> Any:
+        scaled = real(scaler, *arguments, **options)
+        if scaler.is_enabled():
+            see(scaler.get_scale())
+        return scaled
+
+    return replace(torch.amp.GradScaler, "scale", scale)
 
 
 def see_skipped_steps(has_stepped: Callable[[], bool], skipped: Callable[[], None]) -> Undo:

@@ -120,6 +120,7 @@ class Recorder:
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self.removing += patches.see_clipping(self.model, self.see_clip)
         # What is recorded of a step that is skipped begins anew.
+        self.removing.append(patches.see_scaling(self._see_scaling))
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
         self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
@@ -211,6 +212,9 @@ class Recorder:
         complete = bool(self.clips) and not self.optimizers
         self.given_up_on |= complete and not self._is_of_another_model(optimizer)
 
+    def _see_scaling(self, scale: float) -> None:
+        self.scale = scale
+
     def _see_reduction(self, number: int) -> None:
         self.reduced += number
 
@@ -271,6 +275,7 @@ class Recorder:
         if self.hooks is None:  # only now: those that wrap a module have their hooks before these
             self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
+        self.scale = 1.0  # until a GradScaler scales its loss
         number = len(self.micro)
         if number == 0:
             own = tree.named_parameters(self.model)
@@ -291,6 +296,7 @@ class Recorder:
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
+            "scale": 1.0,
             "autocast": None,
             "param_dtype": parallelism.param_dtype_of(self.model),
             "channels_last": [],
@@ -378,7 +384,7 @@ class Recorder:
         about["differentiated"] |= torch.is_grad_enabled()
         if not self._counts(int(place.split("/")[1])):
             return
-        about.update(used=True, elsewhere=False)
+        about.update(used=True, elsewhere=False, scale=self.scale)
         self.arrived_since = True
         if loss is not None:
             about["loss"] = loss

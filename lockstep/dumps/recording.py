@@ -49,6 +49,7 @@ class MicroBatch(Strict):
     differentiated: bool = False  # in turn
     together: bool = False  # with the one before: no gradient had arrived there yet
     scalars: dict[Name, MayBreakDown]
+    scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
     attributes: dict[Name, Plain] = {}  # as MODULE:NAME, that are not what they were when the recording began

@@ -120,7 +120,7 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
         gradient = next(iter(called.arrived.values()), None)
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is not None and recognised is not None:
-            mean.divisor = 1 / recognised.weight
+            mean.divisor = called.about.scale / recognised.weight
             mean.tokens = int((recognised.labels != -1).sum())
             if called.piece is None:  # else they are those of a piece alone
                 mean.targets = recognised.labels

@@ -229,7 +229,10 @@ class Weighed:
         """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
         if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
             return ""
-        begun = torch.tensor([one.arrived for one in self.exact], dtype=torch.float64) / self.verdict.shares
+        arrived = [
+            one.arrived / called.about.scale for called, one in zip(self.micro, self.exact, strict=True)
+        ]
+        begun = torch.tensor(arrived, dtype=torch.float64) / self.verdict.shares
         for factor, where in ((self.verdict.factor, BEGUN), (1.0, LATER)):
             if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
                 return where
@@ -259,6 +262,9 @@ class Weighed:
             "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
             "the micro batches of another step": float(self.elsewhere),
+            "the scale of the GradScaler": self.micro[0].about.scale
+            if self.micro[0].about.scale != 1
+            else 0.0,
         }
         names = normalisation.explanations(factor, numbers, max(self.verdict.tolerated_weights, 1e-6))
         return f", which is {' or '.join(names)}" if names else ""
