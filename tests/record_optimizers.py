@@ -368,16 +368,16 @@ class LambOfShards(Lamb):
         return super().ratio(p, update)
 
 
-class RateInHook(WithLion):
-    factor = 2.0
-
+class MovedInHook(WithLion):
     def make_optimizer(self):
         optimizer = super().make_optimizer()
-        optimizer.register_step_pre_hook(self.change)
+        optimizer.register_step_post_hook(self.change)
         return optimizer
 
     def change(self, optimizer, *_):
-        optimizer.param_groups[1]["lr"] = self.factor * optimizer.param_groups[0]["lr"]
+        with torch.no_grad():
+            for one in optimizer.param_groups[1]["params"]:
+                one.mul_(1.01)
 
 
 class StateReset(WithLamb):

@@ -31,7 +31,7 @@ KEPT = "what the optimizer keeps changed between step 1 and step 2: "
 WRONG = {
     "WrongForeach": "step 1: 6 of 6 of what the optimizer keeps are not ForeachWrong's with its recorded settings",
     "RatioOfShards": "step 1: 6 of 6 updates are not LambOfShards's with its recorded settings",
-    "RateInHook": "step 1: 3 of 6 updates are not Lion's with its recorded settings",
+    "MovedInHook": "step 1: 3 of 6 updates are not Lion's with its recorded settings",
     "SignsApart": "step 1: 1 of 6 updates are not Lion's with its recorded settings, most of all body.weight",
     "StateReset": f"step 2: {KEPT}m/body.bias and 11 more",
     "CountReset": f"step 2: {KEPT}group 0.k",
@@ -80,7 +80,7 @@ def test_signs_that_no_rounding_error_turns_would_fail(judged, monkeypatch, caps
     assert "of 40 updates are not Lion's" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, status", [("WithLion", 0), ("WithLamb", 0), ("RateInHook", 0)])
+@pytest.mark.parametrize("name, status", [("WithLion", 0), ("WithLamb", 0), ("MovedInHook", 0)])
 def test_memory_for_one_parameter(judged, name, status, capsys):
     """An update that needs all of them, or may, is then not judged, which is said."""
     assert judge.main([str(judged / name), "--memory", "0"]) == status
