@@ -117,7 +117,8 @@ def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
     content = payload(text)
-    nearest = max((view["worst"] for view in content["views"]), key=lambda one: one[2])
+    counts = [count for view in content["views"] for count in view["counts"].values()]
+    nearest = max((count["worst"] for count in counts), key=lambda one: one[2])
     assert content["verdict"] == "PASS" and f"The nearest came to {nearest[2]} of what is tolerated" in text
     for table in content["tables"]:
         assert table["far"] == [] and (table["alone"] or 8 <= len(table["pictures"]) <= 16)
@@ -148,7 +149,7 @@ def test_a_recording_has_both_ways(recorded):
     assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
     assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
     for number, view in enumerate(content["views"]):
-        assert view["first"][:2] == [1, SHARD] and view["num_failures"] == 2
+        assert view["first"][:2] == [1, SHARD] and view["counts"][view["name"]]["far"] == 2
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
