@@ -168,7 +168,7 @@ def test_crosses_and_counts_follow_what_is_chosen(opened):
         return [f"{one.get_attribute('name')} {one.get_attribute('value')}" for one in marked]
 
     assert crosses() == ["view 1", "alone true", "step 1"]
-    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors are too far.")
+    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is too far.")
     page.tab.check('input[name="step"][value="2"]')
     assert page.text("#way").startswith("FSDP, step 2, each module by itself: 0 of 2 tensors")
     page.tab.check(FROM_BATCH)

@@ -125,6 +125,7 @@ function spans(runs, size) {
 /** What the dims of a tensor are called. */
 function dimNames(name, shape) {
   const kind = kindOf(name);
+  if (kind === "batch" && shape.length === 2) return ["sample", "position"];
   if (shape.length === 1) return ["element"];
   if (shape.length === 2) return ["row", "column"];
   if (page.kind === "verification" && shape.length === 3 && !OF_WEIGHTS.has(kind)) return ["sample", "position", "column"];

@@ -56,7 +56,7 @@ function issueNumbers(view, number, step) {
   const row = wrongRowOf(view, step, number);
   if (row === null) return [];
   const ranks = ranksText(view, step, number, row);
-  const lines = [...(ranks ? [`- ranks: ${ranks}`] : []), ...(row.where ? [`- worst in: ${row.where}`] : [])];
+  const lines = [...(ranks ? [`- ranks: ${ranks}`] : []), ...(row.where && !row.borrowed ? [`- worst in: ${row.where}`] : [])];
   if (row.picture) {
     lines.push(`- where: ${placeText(view, number, row)}`, "", "| index | run | reference |", "|---|---|---|");
     lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`), "");

@@ -47,7 +47,7 @@ function sayWhere(section, view) {
   if (row === null) return;
   const list = section.querySelector("dl");
   const pair = (title, text) => el("div", {}, el("dt", {}, title), el("dd", {}, text));
-  const where = [row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
+  const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".far").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
   if (where) list.querySelectorAll("[data-title=Observed] dd").forEach((one) => /^\d+ of \d+ elements are wrong$/.test(one.textContent) && one.remove());
@@ -109,7 +109,7 @@ function tableText(table, way) {
   const parts = [page.kind === "verification" ? labelOf(state.view) : "", `step ${state.step}`, way].filter(Boolean).join(", ");
   if (table === null) return `${parts}: nothing was judged.`;
   const judged = table.names.length - table.small.length - table.excused.length;
-  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${judged === 1 ? "tensor is" : "tensors are"} too far.`;
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far.`;
 }
 
 function wayOf(alone) {

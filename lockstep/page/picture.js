@@ -43,13 +43,14 @@ function ranksText(view, step, name, row) {
 }
 
 function farText(view, name, row, differs) {
-  if (row.ranks.length) {
+  const held = heldOf(view, name, row.picture);
+  const slices = slicesOf(row);
+  if (row.ranks.length && !(held.length > 1 && slices)) {
     const [far, right] = [true, false].map((wrong) => row.ranks.filter(([, one]) => one === wrong).map(([rank]) => Number(rank)));
     const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
     if (right.length) return `${whose(far)} alone; on ${whose(right)} it is near enough`;
     return far.length === 1 ? `${whose(far)}, the only one that was judged` : `all alike: it is too far on ${whose(far)}`;
   }
-  const held = heldOf(view, name, row.picture);
   const all = page.views[view].ranks.length;
   if (held.length === 1) {
     const { ranks } = held[0];
@@ -57,12 +58,12 @@ function farText(view, name, row, differs) {
     if (all === 1) return "";
     return ranks.length === all ? "all alike: each has the same copy of it" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
   }
-  const slices = slicesOf(row);
   if (!held.length || !slices) return "";
   const hit = holders(held, slices);
   if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "all alike: the factor is in each of their shards";
   const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
   const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
+  if (!hit.length && differs) return "all have wrong elements";
   if (!hit.length) return square ? `all have wrong elements; ${square} is in ${shardsOf(view, [most[1]])}` : "all alike: each has wrong elements in its shard";
   return `${shardsOf(view, hit)} alone${!square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`}`;
 }

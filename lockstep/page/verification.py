@@ -16,7 +16,7 @@ from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import floors, loss_gap
 from lockstep.verdict.result import Diagnosis, Findings, Result
 
-MOST = 3  # failures that are no tensors
+MOST = 1  # failures that are no tensors
 
 
 def write(
@@ -68,10 +68,14 @@ def _tolerance(result: Result, precision: str) -> str:
 
 
 def _draw(case: Case) -> None:
-    """Pictures of the tensors of a run in a step that are too far, and of those that are nearest to it."""
-    for which in COMPUTED:
+    """Pictures of the tensors of a run in a step that are too far, and, but for the batch, of those that are nearest to it."""
+    for which in ("batch", *COMPUTED):
         add_pictures(
-            [row for row in case.rows.values() if row.which_pass == which],
+            [
+                row
+                for row in case.rows.values()
+                if row.which_pass == which and (row.too_far or which != "batch")
+            ],
             lambda row: number_of_elements(case.entry["tensors"][row.name]),
             lambda row: (case.own(row.name), case.right(row.name)),
         )
