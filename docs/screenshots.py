@@ -36,13 +36,16 @@ strategy = "deepspeed"
 tp_size = 1
 zero_stage = 3
 """
-COLOURS = 64  # of a file: it has a third of the size
+COLOURS = 256  # of a file: it has half the size
 # How a page is looked at: width, height and colours
-LOOKS = {"": (1240, 1000, "light"), "_dark": (1240, 1000, "dark"), "_narrow": (400, 1100, "light")}
+LOOKS = {"": (1240, 1400, "light"), "_dark": (1240, 1400, "dark"), "_narrow": (400, 1400, "light")}
 
 
-def run(program: str, *arguments: str, status: int = 0) -> None:
-    done = subprocess.run([sys.executable, program, *arguments], cwd=ROOT, capture_output=True, text=True)
+def run(folder: Path, program: str, *arguments: str, status: int = 0) -> None:
+    """From the folder, so that the pages name no other."""
+    done = subprocess.run(
+        [sys.executable, ROOT / program, *arguments], cwd=folder, capture_output=True, text=True
+    )
     if done.returncode != status:
         raise SystemExit(f"{program} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
 
@@ -50,13 +53,9 @@ def run(program: str, *arguments: str, status: int = 0) -> None:
 def pages(folder: Path) -> dict[str, Path]:
     """Trains, and returns the pages by name."""
     (folder / "study.toml").write_text(STUDY)
-    run("run_verification.py", "--output_dir", str(folder / "pass"))
-    run(
-        "run_faults.py",
-        FAULT,
-        *("--strategy", "fsdp", "--work_dir", str(folder / "bug"), "--output", str(folder / "faults.json")),
-    )
-    run("run_study.py", str(folder / "study.toml"), "--output_dir", str(folder / "study"))
+    run(folder, "run_verification.py", "--output_dir", "pass")
+    run(folder, "run_faults.py", FAULT, "--strategy", "fsdp", "--work_dir", "bug", "--output", "faults.json")
+    run(folder, "run_study.py", "study.toml", "--output_dir", "study")
     bug = folder / "bug" / "group0" / FAULT / "report_fsdp"
     return {
         name: at / "report.html"

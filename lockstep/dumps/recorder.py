@@ -471,7 +471,7 @@ class Recorder:
 
     def _write(self) -> None:
         if self.rank == 0 and self.step == 1:
-            made = {"device": str(next(self.model.parameters()).device), "seed": torch.initial_seed()}
+            made = {"device": str(next(self.model.parameters()).device), "seed": str(torch.initial_seed())}
             write_model(self.folder, self.tree, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"

@@ -32,7 +32,7 @@ class Origin(Strict):
     command: str = ""
     script: str = ""  # as it was typed
     device: str = ""  # of rank 0
-    seed: int | None = None  # torch's, of rank 0
+    seed: str = ""  # torch's, of rank 0
     date: str = ""
     versions: dict[Name, Name] = {}
 

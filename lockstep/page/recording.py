@@ -70,6 +70,12 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         *(f"FSDP2 computes in {one.param_dtype}" for one in micro if one.param_dtype),
     ]
     groups = {tuple(group) for about in ranks for group in about.groups if len(group) > 1}
+    how = (
+        ("command of the run", made.command),
+        ("script", made.script),
+        ("device", made.device),
+        ("seed", made.seed),
+    )
     mesh = "; ".join(", ".join(map(str, group)) for group in sorted(groups))
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
@@ -78,12 +84,9 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
             "recorded",
             f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps",
         ),
-        ("command of the run", made.command or "not recorded"),
-        ("script", made.script or "not recorded"),
+        *((what, said or "not recorded") for what, said in how),
         ("mesh", f"{first.world_size} ranks; process groups: {mesh or 'none'}"),
         ("precision", ", ".join(dict.fromkeys(precision)).replace("torch.", "")),
-        ("device", made.device or "not recorded"),
-        ("seed", "not recorded" if made.seed is None else str(made.seed)),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
         (
