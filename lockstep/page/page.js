@@ -49,7 +49,7 @@ function sayWhere(section, view) {
   const pair = (title, text) => el("div", {}, el("dt", {}, title), el("dd", {}, text));
   const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
   const ranks = ranksText(view, step, number, row);
-  list.querySelector(".far").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
+  list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
   if (where) list.querySelectorAll("[data-title=Observed] dd").forEach((one) => /^\d+ of \d+ elements are wrong$/.test(one.textContent) && one.remove());
   list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
   if (page.kind === "recording") list.append(pair(`Step ${step}`, rightText(tableOf(view, step))));
