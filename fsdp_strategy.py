@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 # full_tensor() gathers over tp, then over dp, and torch warns each time that one collective would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-# How each style of a model's own plan is implemented here. x is replicated over tp between blocks. Each rank holds some output rows of a
+# How each style of a model's own plan is implemented here. The plan is transformers' (`base_model_tp_plan` of a configuration's class).
+# Of Llama, Mistral and Qwen2 it has q_proj, k_proj, v_proj, gate_proj and up_proj colwise, o_proj and down_proj rowwise. Qwen3's has the
+# norms on heads, too. x is replicated over tp between blocks. Each rank holds some output rows of a
 # colwise weight and the matching input columns of the rowwise weight after it, whose partial products are summed.
 #   y = sum_r f(x A_r) B_r        (Megatron-LM, arXiv 1909.08053, section 3)
 STYLES: dict[str, ParallelStyle] = {
@@ -55,16 +57,14 @@ STYLES: dict[str, ParallelStyle] = {
 }
 
 
-EMBEDDING, HEAD = (
-    "model.embed_tokens",
-    "lm_head",
-)  # as transformers calls them in the models that are cut here
+# As transformers calls them in the models that are cut here
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def own_rows(between: Placement) -> dict[str, ParallelStyle]:
-    """Rows that the plan of a model lacks, if x lies so between blocks: on every rank, or cut along its positions."""
+    """The rows that no model's own plan has. `between`: how x lies between blocks, whole on every rank or cut by position."""
     return {
-        # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on; ids of other ranks look up zero, then a sum.
+        # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on. An id of another rank gives zero; the sum over tp has the row.
         EMBEDDING: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
         # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
@@ -91,10 +91,10 @@ def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dic
 
     Raises ValueError naming the first row with an unknown style, or the first module that needs a row and has none.
     """
-    styles, own_rows = (SEQUENCE_STYLES, SEQUENCE_ROWS) if sequence_parallel else (STYLES, OWN_ROWS)
+    styles, further = (SEQUENCE_STYLES, SEQUENCE_ROWS) if sequence_parallel else (STYLES, OWN_ROWS)
     if model.config.base_model_tp_plan is None:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
-    plan = dict(own_rows)
+    plan = dict(further)
     if sequence_parallel:
         # Each rank has its own positions' share of a norm's gradient; the shares are summed over tp.
         plan |= {
@@ -107,7 +107,7 @@ def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dic
                 f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
                 "(fsdp_strategy.STYLES)"
             )
-        if name in own_rows:
+        if name in further:
             raise ValueError(
                 f"the model's own plan has a row for {name} ({style!r}), and so has fsdp_strategy.OWN_ROWS; keep one of them"
             )
@@ -195,7 +195,7 @@ class FSDPStrategy(TorchStrategy):
         for root in self.roots:
             shard(root)
         if own.prefetch:
-            gather_ahead([model, *layers], own.prefetch)
+            gather_ahead(model, layers, own.prefetch)
         return model
 
     def _layers(self, model: "PreTrainedModel") -> list[torch.nn.Module]:
@@ -302,9 +302,8 @@ def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
     return device_mesh._unflatten(name, (replicas, device_mesh[name].size() // replicas), names)[names]
 
 
-def gather_ahead(units: list[Any], number: int) -> None:
-    """Let each of the units, the model and its layers in order, gather the weights of the next ones, in forward and in backward."""
-    model, *layers = units
+def gather_ahead(model: Any, layers: list[Any], number: int) -> None:
+    """Let the model and each of its layers gather the weights of the next `number` layers, in forward and in backward."""
     for order, when in (([model, *layers], "forward"), ([model, *reversed(layers)], "backward")):
         for place, unit in enumerate(order):
             getattr(unit, f"set_modules_to_{when}_prefetch")(order[place + 1 : place + 1 + number])

@@ -481,9 +481,9 @@ def test_weights_are_measured():
     torch.manual_seed(0)
     columns = [{"a": torch.randn(20).double(), "b": torch.randn(5, 4).double()} for _ in range(3)]
     weights = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
-    observed = {name: normalisation.combined([one[name] for one in columns], weights) for name in ("a", "b")}
-    observed |= {"c": torch.zeros(3, dtype=torch.float64)}
-    columns = [one | {"c": torch.zeros(3, dtype=torch.float64)} for one in columns]
+    del columns[1]["b"]  # a micro batch in which it is not used
+    observed = {**normalisation.Sum(columns[0], columns, weights), "c": torch.zeros(3)}
+    assert torch.allclose(observed["b"], 0.5 * columns[0]["b"] + columns[2]["b"], rtol=1e-15)
     fitted = normalisation.fit(observed, columns)
     assert torch.allclose(fitted.weights, weights, rtol=1e-12) and max(fitted.rest.values()) < 1e-14
     named = normalisation.nearest(

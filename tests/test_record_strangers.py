@@ -1,5 +1,7 @@
 """Loops by somebody who had not read the rules (record_strangers.py): correct ones pass, bugs are said, the rest is refused with the reason."""
 
+import gc
+
 import pytest
 import record_strangers
 import torch
@@ -10,6 +12,7 @@ import lockstep
 from lockstep import judge
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
+from lockstep.verdict.recorded_reference import Reference
 
 NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
 RIGHT = {
@@ -24,7 +27,7 @@ RIGHT = {
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Checkpointed", "Advantages"), NOT_JUDGED),
+    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias"), NOT_JUDGED),
     **dict.fromkeys(("OnShards", "ChannelsLast"), NOT_SEEN),
     "ReducesItself": f"{NOT_JUDGED}; what Descent makes of the gradients, which it reduces itself, is not judged",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
@@ -125,6 +128,12 @@ def test_the_loss_says_what_was_not_judged(judged, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"PASS: 2 steps{NOT_JUDGED}"
     assert judge.main([str(judged / "HeadTimesWorld"), "--loss", f"{record_strangers.__file__}:none"]) == 2
     assert "has no function or class none" in capsys.readouterr().err
+
+
+def test_the_models_of_a_step_are_freed(judged):
+    """A hook that has the model which it hangs on would keep it, and the next step needs the memory."""
+    assert judge.main([str(judged / "Own")]) == 0
+    assert not [one for one in gc.get_objects() if type(one) in (Reference, record_strangers.Heads)]
 
 
 def test_noted_tensors_are_no_inputs(judged, tmp_path):

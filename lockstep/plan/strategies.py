@@ -34,13 +34,20 @@ def spec_of(name: str) -> Spec:
     factory = user_file.absolute(name)
     own = load(factory)
     told = {key: getattr(own, key) for key in ("label", "axes", "handles", "cuts") if hasattr(own, key)}
-    spec = replace(getattr(own, "spec", Spec(label=class_name)), **told)
+    spec = replace(getattr(own, "spec", Spec()), **told)
     if not isinstance(spec.axes, tuple) or not set(spec.axes) <= AXES.keys():
         raise UserError(
             f"{path}: {class_name}: axes is {spec.axes!r}; it must be a tuple of some of {', '.join(AXES)}"
         )
     name = re.sub(r"\W", "_", class_name).lower()
-    return replace(spec, name=name, color=color_of(class_name), factory=factory, program=Spec.program)
+    return replace(
+        spec,
+        name=name,
+        label=spec.label or class_name,
+        color=color_of(class_name),
+        factory=factory,
+        program=Spec.program,
+    )
 
 
 def recorded(name: str) -> Spec:

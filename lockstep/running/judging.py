@@ -1,5 +1,6 @@
 """The steps of a recording as tasks: one after the other, in processes of this machine, or in a Ray cluster. All find the same."""
 
+import gc
 import os
 import signal
 import sys
@@ -28,7 +29,9 @@ class Task:
 
     def judge(self, recording: Recording) -> StepVerdict:
         loss = user_file.load(self.loss, "--loss") if self.loss else None
-        return recorded.judge(recording, self.step, self.expect, loss, self.memory)
+        verdict = recorded.judge(recording, self.step, self.expect, loss, self.memory)
+        gc.collect()  # models and their hooks hold each other, and the next step needs the memory
+        return verdict
 
     def judge_elsewhere(self) -> StepVerdict:
         """In a process that has not read the recording."""

@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,6 @@ from lockstep.training.profiled import Profile
 from lockstep.training.provenance import provenance, require_told_alike, write_told
 from lockstep.training.starting_weights import initial_model, live_checksums, require_file_weights
 from lockstep.training.strategy import MakeStrategy, Strategy
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_with_control(

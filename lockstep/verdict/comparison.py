@@ -81,7 +81,7 @@ def _precision(dump: Dump) -> str:
 
 
 def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
-    """Nothing found yet, but the differences in configuration."""
+    """Nothing found yet, but the differences in configuration. All findings have the list of losses that the result has."""
     losses: list[records.Loss] = []
     runs = {
         name: Findings(name, dump, baseline, losses, configuration_differences(dumps[baseline], dump))
@@ -98,7 +98,7 @@ def _names(dump: Dump, step: int) -> list[str]:
 def _its_reference(reference: Dump, replays: Dumps, dump: Dump, name: str, step: int) -> Dump:
     """The reference of a step: a replay that started from the parameters that this dump had reached, and made its choices.
 
-    Of step 1 there is one only if its choices are not the reference's.
+    Step 1 has a replay only if the run chose other experts than the reference.
     """
     replay = replays.get(name)
     if replay is None or str(step) not in replay.steps:

@@ -97,7 +97,8 @@ class _Sums:
 
     def add(self, values: np.ndarray) -> None:
         self.square += float(np.dot(values, values))
-        self.largest = max(self.largest, float(values.max()), -float(values.min()))
+        # a tensor may have no elements
+        self.largest = max(self.largest, float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
 
     def result(self) -> Size:
         return (

@@ -114,9 +114,9 @@ def plain_model(dump: Dump) -> "PreTrainedModel":
     return model
 
 
-def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, plain_model: torch.nn.Module) -> Alone:
+def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module) -> Alone:
     """All steps of a dump. `initial` has the weights before step 1; `exact_model` is in float64 (lockstep/verdict/float64.py)."""
-    exact, plain = Forced(exact_model, dump, exact=True), Forced(plain_model, dump, exact=False)
+    exact, plain = Forced(exact_model, dump, exact=True), Forced(near_model, dump, exact=False)
     rows: list[Judgement] = []
     choices: list[Chosen] = []
     for step in map(int, dump.steps):

@@ -8,21 +8,19 @@ whatever the loss is divided by. So the weights are measured, never assumed. The
 their squares, so fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
 """
 
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.verdict.distance import PIECE
-from lockstep.verdict.lazy import Lazy
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
-Gradients = Mapping[str, torch.Tensor]  # by parameter, in float64
+Gradients = Mapping[str, torch.Tensor]  # by parameter
 # Of the columns with each other, and with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -46,10 +44,9 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     """
     products: Products = {}
     for name, recorded in observed.items():
-        tensor = recorded.double()
-        size = float(tensor.norm())
+        size = float(recorded.double().norm())
         if size > 0:
-            square, right = _products(tensor, [column[name] for column in columns])
+            square, right = _products(observed, columns, name)
             products[name] = (square / size**2, right / size**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
@@ -60,18 +57,17 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
-    rest = {
-        name: _rest(observed[name].double(), [column[name] for column in columns], weights)
-        for name in observed
-    }
-    return Fit(weights, rest)
+    return Fit(weights, {name: _rest(observed, columns, weights, name) for name in observed})
 
 
-def _products(observed: torch.Tensor, columns: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _products(observed: Gradients, columns: list[Gradients], name: str) -> tuple[torch.Tensor, torch.Tensor]:
     own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
-    for piece, *pieces in zip(*(one.flatten().split(PIECE) for one in (observed, *columns)), strict=True):
-        stacked = torch.stack(pieces)
+    with_it = [name in column for column in columns]
+    there = itertools.compress(columns, with_it)
+    for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *there)), strict=True):
+        left = iter(of_columns)
+        stacked = torch.stack([next(left) if has else torch.zeros_like(piece) for has in with_it])
         own += stacked @ stacked.T
         with_observed += stacked @ piece
     return own, with_observed
@@ -88,30 +84,59 @@ def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> f
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
-def aligned(columns: list[Gradients], like: Mapping[str, torch.Tensor]) -> list[Gradients]:
-    """The columns with the names of `like` alone, with zeros where a column has none."""
+class Sum(Mapping[str, torch.Tensor]):
+    """A weighted sum of gradients, in float64, of the names that `like` has; what a column does not have is zero there.
 
-    def of(column: Gradients, name: str) -> torch.Tensor:
-        return column[name] if name in column else torch.zeros(like[name].shape, dtype=torch.float64)
+    Nothing of it is kept: a tensor is computed when it is asked for.
+    """
 
-    return [Lazy(like, functools.partial(of, column)) for column in columns]
+    def __init__(self, like: Gradients, columns: list[Gradients], weights: torch.Tensor):
+        self.like, self.columns, self.weights = like, columns, weights.tolist()
+
+    def of(self, name: str) -> list[tuple[float, Gradients]]:
+        """The weights and columns that have this tensor."""
+        return [
+            (weight, column)
+            for weight, column in zip(self.weights, self.columns, strict=True)
+            if name in column
+        ]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        total = None
+        for weight, column in self.of(name):
+            tensor = column[name]
+            total = tensor.double() * weight if total is None else total.add_(tensor, alpha=weight)
+        return torch.zeros(self.like[name].shape, dtype=torch.float64) if total is None else total
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
 
 
-def sums(columns: list[Gradients], weights: torch.Tensor) -> Gradients:
-    """The weighted sum of the micro batches' gradients, of every tensor."""
-    return Lazy(columns[0], lambda name: combined([column[name] for column in columns], weights))
+def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
+    """A tensor in flat pieces in float64, so that memory has none of the size of a tensor for each column."""
+    found = gradients.of(name) if isinstance(gradients, Sum) else []
+    if not found:
+        for piece in gradients[name].flatten().split(PIECE):
+            yield piece.double()
+        return
+    weights = [weight for weight, _ in found]
+    for pieces in zip(*(_pieces(column, name) for _, column in found), strict=True):
+        yield sum(
+            (piece * weight for weight, piece in zip(weights[1:], pieces[1:], strict=True)),
+            pieces[0] * weights[0],
+        )
 
 
-def combined(columns: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    return sum(
-        (float(weight) * column for weight, column in zip(weights, columns, strict=True)),
-        torch.zeros_like(columns[0]),
+def _rest(observed: Gradients, columns: list[Gradients], weights: torch.Tensor, name: str) -> float:
+    size = math.sqrt(sum(float(piece.square().sum()) for piece in _pieces(observed, name)))
+    made = Sum(observed, columns, weights)
+    both = zip(_pieces(observed, name), _pieces(made, name), strict=True)
+    return (
+        math.sqrt(sum(float((piece - own).square().sum()) for piece, own in both)) / size if size > 0 else 0.0
     )
-
-
-def _rest(observed: torch.Tensor, columns: list[torch.Tensor], weights: torch.Tensor) -> float:
-    size = float(observed.norm())
-    return float((observed - combined(columns, weights)).norm()) / size if size > 0 else 0.0
 
 
 @dataclass

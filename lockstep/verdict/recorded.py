@@ -20,7 +20,7 @@ from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.normalisation import Fit, Gradients
+from lockstep.verdict.normalisation import Fit, Gradients, Sum
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
@@ -194,8 +194,9 @@ class _Step:
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
         columns = self._columns(self.exact)
+        made_of = functools.partial(Sum, self.gradients, columns)
         fitted = normalisation.fit(self.gradients, columns)
-        yardstick = normalisation.sums(self._columns(near), fitted.weights)
+        yardstick = Sum(self.gradients, self._columns(near), fitted.weights)
         self.of_ranks.judge_samples()
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
@@ -204,10 +205,10 @@ class _Step:
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, columns, elsewhere, norm, beside)
+            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
-        right = normalisation.sums(columns, weights_of)
+        right = made_of(weights_of)
         self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
@@ -342,10 +343,9 @@ class _Step:
         return found
 
     def _columns(self, computed: list[Computed]) -> list[Gradients]:
-        """The gradients of the losses of all micro batches, then those of their further terms, of the tensors that the run has a gradient of."""
+        """The gradients of the losses of all micro batches, then those of their further terms."""
         found = [one.gradients for one in computed]
-        found += [term.gradients for one in computed for term in one.terms.values()]
-        return normalisation.aligned(found, self.gradients)
+        return found + [term.gradients for one in computed for term in one.terms.values()]
 
     def _judge_kept_gradient(self, fitted: Fit) -> None:
         """Whether what is too much in a gradient is that of the step before."""

@@ -7,12 +7,11 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 import torch
 
 from lockstep.dumps.recording import LOG_PROBS, Called
-from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
-from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
@@ -69,9 +68,6 @@ class Alone:
         """
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
-        right, near = (
-            normalisation.sums(normalisation.aligned(columns, observed), weights)
-            for columns in (self.right, self.near)
-        )
+        right, near = (Sum(observed, columns, weights) for columns in (self.right, self.near))
         rows = judged_gradients(self.verdict.step, observed, right, near, self.precision, self.factors)
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,41 @@ from lockstep.verdict import own_loss, trl_head
 from lockstep.verdict.computed import Choice, Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_loss import SAME, mean_of
 from lockstep.verdict.streamed import Context, Streamed
+
+
+class _GradientsOnDisk:
+    """What arrives at parameters, so that memory has no gradient but the one that has just arrived.
+
+    The hooks of a model have this. They must not have the model itself: Python would never free it.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.begin()
+
+    def begin(self) -> None:
+        """A micro batch begins."""
+        self.kept = OnDisk(self.folder)
+        self.largest = torch.zeros((), dtype=torch.float64)  # of all its elements; NaN if one is
+
+    def add(self, name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        before = self.kept.get(name)
+        gradient = parameter.grad.to_dense() if before is None else before + parameter.grad
+        if gradient.numel():
+            self.largest = torch.maximum(self.largest, gradient.abs().max().double())
+        self.kept[name] = gradient
+        parameter.grad = None
+
+    def take(self) -> OnDisk:
+        """What has arrived since `begin`, or since it was taken last."""
+        taken, self.kept = self.kept, OnDisk(self.folder)
+        taken.close()
+        return taken
 
 
 class Reference(Passes):
@@ -67,11 +99,10 @@ class Reference(Passes):
             if parameter.is_floating_point():
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
+        self.gradients = _GradientsOnDisk(self.folder)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulate, name))
-        self.gradients = OnDisk(self.folder)  # that have arrived at the parameters
-        self.largest = torch.zeros((), dtype=torch.float64)  # of their elements; NaN if one is
+                parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.add, name))
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
@@ -97,16 +128,6 @@ class Reference(Passes):
         super().keep(name, tensor)
         if not tensor.is_floating_point():
             self.indices[name] = tensor
-
-    def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
-        """Gradients are on disk, so memory has none but the one that has just arrived."""
-        assert parameter.grad is not None
-        before = self.gradients.get(name)
-        gradient = parameter.grad.to_dense() if before is None else before + parameter.grad
-        if gradient.numel():
-            self.largest = torch.maximum(self.largest, gradient.abs().max().double())
-        self.gradients[name] = gradient
-        parameter.grad = None
 
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
@@ -139,7 +160,7 @@ class Reference(Passes):
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
-        self.gradients, self.largest = OnDisk(self.folder), torch.zeros((), dtype=torch.float64)
+        self.gradients.begin()
         of_means = LOG_PROBS in called.arrived and self._trains_on_means
         try:
             mode = self._mode(called, told or {})
@@ -322,7 +343,7 @@ class Reference(Passes):
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
         kept = self._arrived_gradients()
-        if kept and not bool((self.largest / arrived).isfinite()):
+        if kept and not bool((self.gradients.largest / arrived).isfinite()):
             why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
             if self.streamed:
                 why += "; or a weight is used outside of its module, which needs more --memory"
@@ -330,20 +351,14 @@ class Reference(Passes):
                 f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
             )
 
-        def of_loss(name: str) -> torch.Tensor:
-            gradient = kept[name]
-            for term in terms.values():
-                if name in term.gradients:
-                    gradient = gradient - term.beside * term.gradients[name]
-            return gradient / arrived
-
-        return Lazy(kept, of_loss)
+        there = list(terms.values())
+        weights = torch.tensor([1.0, *(-term.beside for term in there)], dtype=torch.float64) / arrived
+        return Sum(kept, [kept, *(term.gradients for term in there)], weights)
 
     def _arrived_gradients(self) -> Gradients:
-        """What has arrived at the parameters, in float64."""
-        kept = self.gradients
-        kept.close()
-        return Lazy([name for name in self.parameters if name in kept], lambda name: kept[name].double())
+        """What has arrived at the parameters."""
+        kept = self.gradients.take()
+        return Lazy([name for name in self.parameters if name in kept], kept.__getitem__)
 
     def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
         found = {}
@@ -353,7 +368,6 @@ class Reference(Passes):
             (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
             torch.autograd.backward(value, retain_graph=True)
             gradients = self._arrived_gradients()
-            self.gradients = OnDisk(self.folder)
             inside = 0.0 if coefficient is None else float(coefficient)
             found[name] = Term(float(value.detach()), inside, gradients)
         parts = {name: term.coefficient * term.value for name, term in found.items()}

@@ -37,7 +37,7 @@ def shares_of(micro: list[Called]) -> list[int]:
 
 
 class Weighed:
-    """`columns` are the gradients of the micro batches' losses, then those of their further terms."""
+    """`made_of` gives the gradient for weights of the micro batches' losses, then of their further terms."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Weighed:
         ranks: dict[int, Step],
         micro: list[Called],
         exact: list[Computed],
-        columns: list[Gradients],
+        made_of: Callable[[torch.Tensor], Gradients],
         elsewhere: int = 0,
         norm_of_steps: Callable[[], float] = lambda: 0.0,
         beside: float = 0.0,
     ):
-        self.verdict, self.ranks, self.micro, self.exact, self.columns = verdict, ranks, micro, exact, columns
+        self.verdict, self.ranks, self.micro, self.exact, self.made_of = verdict, ranks, micro, exact, made_of
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
         self.beside = beside  # the norm of recorded gradients that are not judged
         self.norm_of_steps = (
@@ -275,7 +275,9 @@ class Weighed:
             )
         (clip,) = clips
         norms, in_float32s, largest, size = [], [], 0.0, 0
-        for tensor in normalisation.sums(self.columns, weights).values():
+        for tensor in self.made_of(weights).values():
+            if not tensor.numel():
+                continue
             norms.append(tensor.norm())
             in_float32s.append(tensor.float().norm())
             largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
