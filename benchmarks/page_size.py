@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.page.payload import Page, View, worst_of
+from lockstep.page.payload import Page, View
 from lockstep.page.writing import html
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FINE, MOST, Judgement
@@ -68,7 +68,7 @@ def large(*, wrong: bool) -> Page:
         rows.append(row)
     first = (1, names[0], rows[0].describe()) if wrong else None
     verdict = "FAIL" if wrong else "PASS"
-    view = View("run", "a run", verdict, f"{len(names)} tensors", first, worst_of(rows))
+    view = View("run", "a run", verdict, first=first)
     page = Page("verification", verdict, "50,000 tensors", "A page to measure.", [], [])
     alone = [row for row in rows if row.which_pass in ("forward", "backward", "gradient")]
     for step in range(1, STEPS + 1):
@@ -103,7 +103,7 @@ def main() -> None:
             paint, complete, step = measure(browser, path)
             drawn = sum(len(table.pictures) for table in page.tables)
             print(
-                f"| {page.verdict}, {drawn:,} pictures | {TENSORS:,} | {len(text.encode()) / 1e6:.1f} MB | {made:.1f} s | {paint:.2f} s | {complete:.1f} s | {step:.2f} s |"
+                f"| {page.verdict}, {drawn:,} pictures | {TENSORS:,} | {len(text.encode()) / 1e6:.2f} MB | {made:.1f} s | {paint:.2f} s | {complete:.1f} s | {step:.2f} s |"
             )
         browser.close()
 

@@ -3,7 +3,7 @@
 import torch
 from page_size import MODULES
 
-from lockstep.page.payload import Losses, Page, View, worst_of
+from lockstep.page.payload import Count, Losses, Page, View
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factor
 from lockstep.verdict.judgement import Judgement
@@ -51,10 +51,7 @@ def view(label, rows, **further):
         label.lower(),
         label,
         "FAIL" if far else "PASS",
-        f"{len(rows)} tensors judged",
-        first,
-        worst_of(rows),
-        len(far),
+        first=first,
         **further,
     )
 
@@ -108,12 +105,13 @@ def hidden():
     """A page of which only a module by itself shows what is wrong."""
     page = comparison("PASS")
     view = page.views[1]
-    view.verdict, view.num_failures = "FAIL", 1
+    view.verdict = "FAIL"
     view.first = (1, HIDDEN, "by itself, rows 4 to 7 of 8 are 1.003 times what they should be")
     view.by_itself = "1 of 2 tensors"
     alone = [row(1, name) for name in ALONE]
     alone[0].factor = Factor(HIDDEN, (8, 6), (0, 4, 8), 0.003, 1e-5)
     page.tables = [one for one in page.tables if not (one.view == 1 and one.step == 1 and one.alone)]
+    view.counts["each module by itself"] = Count(2, 2)
     page.add(view, 1, alone, {}, alone=True)
     return page
 

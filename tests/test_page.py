@@ -117,7 +117,8 @@ def test_a_picture_of_the_nearest_where_nothing_is_wrong(dumps, tmp_path):
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
     content = payload(text)
-    nearest = max((view["worst"] for view in content["views"]), key=lambda one: one[2])
+    counts = [count for view in content["views"] for count in view["counts"].values()]
+    nearest = max((count["worst"] for count in counts), key=lambda one: one[2])
     assert content["verdict"] == "PASS" and f"The nearest came to {nearest[2]} of what is tolerated" in text
     for table in content["tables"]:
         assert table["far"] == [] and (table["alone"] or 8 <= len(table["pictures"]) <= 16)
@@ -148,7 +149,7 @@ def test_a_recording_has_both_ways(recorded):
     assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
     assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
     for number, view in enumerate(content["views"]):
-        assert view["first"][:2] == [1, SHARD] and view["num_failures"] == 2
+        assert view["first"][:2] == [1, SHARD] and view["counts"][view["name"]]["far"] == 2
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
@@ -158,9 +159,35 @@ def test_a_recording_has_both_ways(recorded):
     assert content["title"].startswith("run: Qwen2ForCausalLM, 107,072 parameters")
     assert "Qwen2ForCausalLM" in found_out["model"] and "transformers " in found_out["versions"]
     assert content["command"].startswith("python ") and content["command"] == found_out["command of the run"]
+    made = {"script", "mesh", "precision", "device", "seed"}
+    assert made < found_out.keys() and "not recorded" not in {found_out[name] for name in made}
+    assert found_out["mesh"] == "2 ranks; process groups: 0, 1"
+    assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
     assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
+
+
+def test_ranks_on_which_an_output_is_too_far(recordings):
+    """Weights differ between ranks in step 2, so outputs are too far on one of them. Negative control: in step 1, no row names a rank."""
+    tables = payload(recordings["ddp"])["tables"]
+    found = [table["ranks"] for table in tables if table["view"] == 1]
+    assert found[0] == {} and found[1]
+    assert all(sorted(ranks) == ["0", "1"] and not all(ranks.values()) for ranks in found[1].values())
+
+
+def test_a_batch_that_is_wrong_has_a_picture(dumps, tmp_path):
+    """Of its samples and positions. Negative control: a batch that is right has none."""
+    for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
+        shutil.copytree(dumps / name, tmp_path / name)
+    overwrite(tmp_path / "fsdp", 1, "batch/input_ids", 3, 1)
+    folders = [str(tmp_path / name) for name in ("ddp", "fsdp", "reference")]
+    assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 1
+    content = payload((tmp_path / "report.html").read_text())
+    for view in (0, 1):
+        table, place = row_of(content, view, 1, "batch/input_ids")
+        picture = table["pictures"].get(str(place))
+        assert (picture and picture["slices"]) == (None if view == 0 else [[[0, 1]], [[3, 1]]])
 
 
 def test_copies_that_differ_in_a_recording(recordings):

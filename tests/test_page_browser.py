@@ -67,6 +67,7 @@ def files(tmp_path_factory):
     return {name: folder / f"{name}.html" for name in pages}
 
 
+FROM_BATCH = 'input[name="alone"][value="false"]'
 LISTING = [
     (["b_fault", "DDP", "step 10", "1.5e-07 of 3e-06"], "b/report.html"),
     (["a_fault", "FSDP", "step 9", "2e-08 of 3e-06"], ""),
@@ -133,9 +134,9 @@ def test_the_first_failure_is_open(opened):
     assert page.text("h1").startswith("FAIL")
     first = "gradient/model.layers.1.mlp.down_proj.weight"
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
-    assert "rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1), with 100 % of the squared error" in page.text(
-        ".finding"
-    )
+    said = page.text(".finding")
+    assert "of one: rows 4 to 7 of 8." in said
+    assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3 has" in said
     assert page.text(".rank.differs").startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
 
@@ -148,6 +149,7 @@ def test_a_pass_says_how_near_it_came(opened):
 
 def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
     page = opened("fail")
+    page.tab.check(FROM_BATCH)
     page.tab.click('.cell[aria-label^="forward/model.layers.0.mlp,"]')
     assert page.text("#tensor h3") == "forward/model.layers.0.mlp"
     assert "step 1" in page.text("#tensor")
@@ -157,36 +159,113 @@ def test_a_tensor_opens_and_steps_and_runs_are_switched(opened):
     assert "DDP" in page.text("#tensor") and page.tab.query_selector(".far[data-name]") is None
 
 
+def test_crosses_and_counts_follow_what_is_chosen(opened):
+    """A step's cross is of the chosen run and way to compute, a way's of the run. Negative control: a run that is right has none."""
+    page = opened("hidden")
+
+    def crosses():
+        marked = page.tab.locator("#choices input:has(+ span.bad)").all()
+        return [f"{one.get_attribute('name')} {one.get_attribute('value')}" for one in marked]
+
+    assert crosses() == ["view 1", "alone true", "step 1"]
+    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is too far.")
+    page.tab.check('input[name="step"][value="2"]')
+    assert page.text("#way").startswith("FSDP, step 2, each module by itself: 0 of 2 tensors")
+    page.tab.check(FROM_BATCH)
+    assert crosses() == ["view 1", "alone true"]
+    page.tab.check('input[name="view"][value="0"]')
+    assert crosses() == ["view 1"] and page.text("#way").startswith("DDP, step 2, from the batch: 0 of 60")
+
+
+def test_counts_have_their_keys(opened):
+    """Of each run and each way to compute; and the page opens on the way that the headline speaks of."""
+    lines = opened("hidden").tab.locator(".verdicts tbody tr").all_inner_texts()
+    assert [line.split("\t")[-2] for line in lines] == [
+        "0 of 120 tensors",
+        "0 of 4 tensors",
+        "0 of 120 tensors",
+        "1 of 4 tensors",
+    ]
+    assert "too far in steps 1, 2 together" in opened("hidden").text(".verdicts thead")
+    assert (
+        opened("recording").text(".verdicts tbody tr:last-child td").startswith("1 of 49 tensors and losses")
+    )
+
+
+def test_a_map_has_lines_and_columns_of_the_forward_pass(opened):
+    """In all of its grids; what is of no layer is in a column of its own."""
+    page = opened("fail")
+    page.tab.check(FROM_BATCH)
+    found = page.tab.evaluate("""() => Object.fromEntries([...document.querySelectorAll('#map .grid')].map((grid) => [grid.ariaLabel, {
+        columns: [...grid.querySelectorAll('.column')].map((one) => one.textContent),
+        lines: [...grid.querySelectorAll('.line:not(.head):not(.empty)')].map((line) => line.firstChild.textContent),
+        outside: [...grid.querySelectorAll('.line:not(.head)')].filter((line) => !/layers/.test(line.firstChild.textContent))
+            .flatMap((line) => [...line.querySelectorAll('.cell:not(.none)')].map((cell) => [...line.children].indexOf(cell))),
+    }]))""")
+    layers = ["layers.0", "layers.1"]
+    for kind, lines in {
+        "Outputs": ["batch: input_ids", "embed_tokens", *layers, "norm", "lm_head"],
+        "Gradients at outputs": ["embed_tokens", *layers, "norm", "lm_head"],
+        "Gradients of weights": ["embed_tokens", *layers, "norm", "lm_head"],
+    }.items():
+        assert [line for line in found[kind]["lines"] if "script" not in line] == lines
+        assert found[kind]["columns"][:3] == ["itself", "self_attn.q_proj", "self_attn.o_proj"]
+        assert set(found[kind]["outside"]) == {1}
+
+
+def test_the_open_tensor_and_its_cell_are_in_view_together(opened):
+    """After a click on a low cell, and after the finding's button."""
+    page = opened("fail")
+
+    def seen(selector):
+        return page.tab.evaluate(
+            "(one) => { const box = one.getBoundingClientRect(); return box.bottom > 0 && box.top < innerHeight; }",
+            page.tab.query_selector(selector),
+        )
+
+    page.tab.check(FROM_BATCH)
+    page.tab.set_viewport_size({"width": 1200, "height": 400})
+    page.tab.click('.cell[aria-label^="parameter/lm_head.weight,"]')
+    assert page.text("#tensor h3") == "parameter/lm_head.weight" and seen("#tensor h3")
+    page.tab.click(".finding button")
+    assert seen(".cell.open") and seen("#tensor h3")
+
+
 def test_the_finding_leads_to_its_tensor(opened):
     """From any run, step and tensor, on a narrow screen, where it is far below."""
     page = opened("fail", width=400)
+    page.tab.check(FROM_BATCH)
     page.tab.check('input[name="view"][value="0"]')
     page.tab.check('input[name="step"][value="2"]')
     page.tab.click('.cell[aria-label^="forward/model.norm,"]')
     page.tab.click(".finding button")
     assert page.text("#tensor h3") == "gradient/model.layers.1.mlp.down_proj.weight"
-    assert "step 1, FSDP, from the batch: too far" in page.text("#tensor")
+    assert "step 1, FSDP, each module by itself: too far" in page.text("#tensor")
     assert page.tab.is_checked('input[name="view"][value="1"]') and page.tab.is_checked(
         'input[name="step"][value="1"]'
     )
     assert 0 <= page.tab.evaluate("document.getElementById('tensor').getBoundingClientRect().top") < 450
+    page.tab.click(".to-cell")
+    assert 0 <= page.tab.evaluate("document.querySelector('.cell.open').getBoundingClientRect().top") < 900
 
 
 def test_each_module_by_itself(opened):
-    """What is wrong by itself has a map of its own; its first failure is open where the computation from the batch hides it."""
+    """What is wrong by itself has a map of its own, which is open first."""
     page = opened("fail")
 
     def wrong():
         return page.tab.eval_on_selector_all(".far[data-name]", "all => all.map((one) => one.ariaLabel)")
 
-    assert len(wrong()) > 1 and "By itself, relative error" in page.text("#tensor")
+    page.tab.check(FROM_BATCH)
+    assert len(wrong()) > 2 and "By itself, relative error" in page.text("#tensor")
     page.tab.check('input[name="alone"][value="true"]')
     assert [label.split(",")[0] for label in sorted(wrong())] == sorted(
         (HIDDEN, "gradient/model.layers.1.mlp.down_proj.weight")
     )
     page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
     assert "By itself, rows 4 to 7 of 8 are 1.003 times what they should be" in page.text("#tensor")
-    assert "The factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1)." in page.text("#tensor")
+    assert "The factor is in rows 4 to 7 of 8." in page.text("#tensor")
+    assert "Ranks: the shard of ranks 1, 3 (tp 1) alone." in page.text("#tensor")
     page.tab.check('input[name="view"][value="0"]')
     assert not wrong() and "by itself, 0." in page.text("#reading"), page.text("#reading")
     assert not page.said
@@ -198,8 +277,8 @@ def test_what_only_a_module_by_itself_shows_is_open(opened):
     assert page.text("#tensor h3") == HIDDEN
     assert "too far: 300 times" in page.text("#tensor")
     assert (
-        "Where\nThe factor is in rows 4 to 7 of 8: the shard of ranks 1, 3 (tp 1). "
-        "No element is off by more than rounding errors explain."
+        "Ranks\nthe shard of ranks 1, 3 (tp 1) alone\n"
+        "Where\nThe factor is in rows 4 to 7 of 8. No element is off by more than rounding errors explain."
     ) in page.text(".finding")
     assert "By itself\n1 of 2 tensors" in page.text(".finding")
     text = issue_of(page)
@@ -232,6 +311,7 @@ def test_a_factor_that_a_distance_hides(opened):
 def test_the_heads_that_the_error_is_in(opened):
     """And, as negative controls, a weight whose columns are not the heads' number of elements, and one of no attention."""
     page = opened("fail")
+    page.tab.check(FROM_BATCH)
     shown = {}
     for name in (HEADED, HEADLESS, HEADED.replace("self_attn.q_proj", "mlp.down_proj")):
         page.tab.click(f'.cell[aria-label^="{name},"]')
@@ -271,7 +351,8 @@ def test_shards_of_positions(opened):
     """A rank has two pieces of each sequence; the error is in both, and in one of its heads."""
     page = opened("positions")
     said = page.text(".finding")
-    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8): rank 1's shard" in said, said
+    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8)." in said, said
+    assert "rank 1's shard (cp 0, tp 1) alone, with 100 % of the squared error" in said, said
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert [line.split("\t")[0] for line in lines] == ["0", "1", "2", "3"]
     holds, square, error = lines[1].split("\t")[1:]
@@ -334,7 +415,8 @@ def test_a_copy_that_differs(opened):
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("1\trows 4 to 7\t")
     assert lines[2] == "3\trows 4 to 7\t\tits copy is another\t6 of 24 elements differ", lines
-    assert "The copies of rank 3 differ from it, in 6 elements." in page.text(".finding")
+    assert "; rank 3 has another copy than the rank that was judged, in 6 elements" in page.text(".finding")
+    page.tab.check(FROM_BATCH)
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')
     assert page.tab.query_selector("#on-ranks") is None
 
@@ -352,6 +434,7 @@ def test_the_keyboard_reaches_everything(opened):
     found = " ".join(sorted(reached))
     for wanted in ("issue|Copy as issue", "Lay another report", "Print", "cell|", "picture|", "SUMMARY|"):
         assert wanted in found, (wanted, found)
+    page.tab.check(FROM_BATCH)
     page.tab.focus('[aria-label="Outputs"] .cell[tabindex="0"]')
     before = page.tab.evaluate("document.activeElement.dataset.name")
     page.tab.keyboard.press("ArrowDown")
@@ -431,15 +514,17 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
     page.tab.check('input[name="view"][value="0"]')
     text = issue_of(page)
     for wanted in (
-        "| DDP | PASS |",
-        "| FSDP | FAIL |",
-        "- FSDP, step 1, from the batch: `",
-        "- FSDP, step 2, from the batch: `",
+        "| DDP: PASS | from the batch | 0 of 120 |",
+        "| FSDP: FAIL | each module by itself | 4 of 4 |",
+        "- ranks: the shard of ranks 1, 3 (tp 1) alone",
+        "### All that is too far, modules by themselves",
+        f"| FSDP | 2 | `{HIDDEN}` | 300 | rows 4 to 7 of 8 are 1.003 times",
+        "### All that is too far, from the batch",
+        "| FSDP | 1 | `",
+        "| FSDP | 2 | `",
+        "python -m lockstep.compare",
     ):
         assert wanted in text, wanted
-    assert (
-        f"- FSDP, step 2, each module by itself: `{HIDDEN}`" in text and "python -m lockstep.compare" in text
-    )
     assert page.tab.evaluate("document.querySelector('dialog textarea').scrollTop") == 0
     assert page.tab.evaluate(
         "(one => one.scrollHeight > one.clientHeight)(document.querySelector('dialog textarea'))"
@@ -447,22 +532,24 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
 
 
 def test_what_the_verdict_is_about_comes_first_in_a_panel(opened):
-    """Negative control: from the batch where that is open. Of the runs, the open one is first."""
+    """Where and on which ranks, then the errors. Negative control: from the batch where that is open. Of the runs, the open one is first."""
     by_itself, from_batch = "Errors of each module by itself", "Errors from the batch on"
     page = opened("hidden")
     heads = page.tab.locator("#tensor h3").all_inner_texts()
-    assert heads[1:3] == [by_itself, from_batch]
-    first = page.tab.locator("#tensor tbody tr").first.inner_text()
+    assert heads[1:5] == ["Where the error lies", "On the ranks", by_itself, from_batch]
+    first = page.tab.locator(f'#tensor [aria-label="{by_itself}"] tbody tr').first.inner_text()
     assert first.split("\t")[:2] == ["1", "FSDP"] and "1.003 times" in first
     assert "Less is tolerated by itself" in page.text("#tensor")
     page.tab.check('input[name="alone"][value="false"]')
-    assert page.tab.locator("#tensor h3").all_inner_texts()[1:3] == [from_batch, by_itself]
+    heads = page.tab.locator("#tensor h3").all_inner_texts()
+    assert heads.index(from_batch) < heads.index(by_itself)
 
 
 def test_a_failing_run_has_what_is_farthest_beyond(opened):
     page = opened("fail")
     lines = page.tab.locator(".verdicts tbody tr").all_inner_texts()
-    assert "of what is tolerated" in lines[0] and "times what is tolerated" in lines[1]
+    assert float(lines[0].split("\t")[-1].split(" ")[0]) < 1
+    assert float(lines[2].split("\t")[-1].split(" ")[0].replace(",", "")) > 10
     assert "nearest" not in page.text("header")
 
 

@@ -196,7 +196,7 @@ def test_usage_errors_of_recording(tmp_path, capsys, text, arguments, said):
 def test_usage_errors_of_judging(tmp_path, capsys):
     assert judge.main([str(tmp_path)]) == 2
     assert "holds no recording" in capsys.readouterr().err
-    recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)))
+    recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)), {})
     assert judge.main([str(tmp_path)]) == 2
     assert "no optimizer's step was recorded" in capsys.readouterr().err
 

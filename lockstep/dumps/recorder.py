@@ -525,7 +525,8 @@ class Recorder:
 
     def _write(self) -> None:
         if self.rank == 0 and self.step == 1:
-            write_model(self.folder, self.tree, self.tensors)
+            made = {"device": str(next(self.model.parameters()).device), "seed": str(torch.initial_seed())}
+            write_model(self.folder, self.tree, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept.tensors, path.with_suffix(".part"))
@@ -563,14 +564,17 @@ class Recorder:
             self.whole_run.write()  # a script may end without a word
 
 
-def write_model(folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor]) -> None:
+def write_model(
+    folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor], made: dict[str, Any]
+) -> None:
+    """`made` says how, besides what lockstep/ground/origin.py knows."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = {
         name: copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors.items()
     }
     save_file(whole, folder / "model.safetensors")
-    content = {"format": FORMAT, "tree": about, "origin": origin.of_run()}
+    content = {"format": FORMAT, "tree": about, "origin": origin.of_run() | made}
     write_text(folder / "model.json", json.dumps(content))
 
 

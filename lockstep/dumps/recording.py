@@ -30,6 +30,9 @@ class Origin(Strict):
     """How the run was made (lockstep/ground/origin.py); empty in an older recording."""
 
     command: str = ""
+    script: str = ""  # as it was typed
+    device: str = ""  # of rank 0
+    seed: str = ""  # torch's, of rank 0
     date: str = ""
     versions: dict[Name, Name] = {}
 

@@ -50,8 +50,12 @@ def command() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
     # Nobody typed the arguments of a worker of Ray, and the address of a cluster is among them.
-    typed = [] if program == ["default_worker.py"] else without_secrets(sys.argv[1:])
+    typed = [] if _is_worker() else without_secrets(sys.argv[1:])
     return printable(shlex.join(["python", *program, *typed]), LONGEST_COMMAND)
+
+
+def _is_worker() -> bool:
+    return Path(sys.argv[0]).name == "default_worker.py"
 
 
 def without_secrets(arguments: list[str]) -> list[str]:
@@ -73,14 +77,15 @@ def without_secrets(arguments: list[str]) -> list[str]:
 
 
 def of_run() -> dict:
-    """What a recording says of a run of any script: its command, the time, and the versions of the loaded libraries that need torch."""
+    """What a recording says of a run: its command and script, the time, and the versions of the loaded libraries that need torch."""
     found = {"python": platform.python_version()}
     for name in sorted(name for name in sys.modules if "." not in name):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             needed = importlib.metadata.requires(name) or []
             if name == "torch" or any(re.match(r"torch(?![\w-])", one) for one in needed):
                 found[name] = importlib.metadata.version(name)
-    return {"command": command(), "date": now(), "versions": found}
+    script = "" if _is_worker() else printable(sys.argv[0])
+    return {"command": command(), "script": script, "date": now(), "versions": found}
 
 
 @functools.cache

@@ -66,7 +66,7 @@ const tables = page.tables.map((table) => {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
         share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
-        where: table.where[place] ?? "", picture: table.pictures[place] ?? null,
+        where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
       };
     },
   };
@@ -83,9 +83,27 @@ const tableOf = (view, step, alone = false) => tables.find((table) => table.view
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
 const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.row(name) ?? null;
 
-/** The row that shows that a tensor is wrong: from the batch on, or else by itself. */
+/** Whether a module by itself shows that a tensor is wrong. Then it is wrong by itself, whatever is wrong before it. */
+function isAlone(view, step, tensor) {
+  return Boolean(rowOf(view, step, tensor, true)?.far);
+}
+
+/** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch on. */
 function wrongRowOf(view, step, name) {
-  return rowOf(view, step, name, isAlone(view, step, name));
+  return withPicture(view, step, name, isAlone(view, step, name));
+}
+
+/** A row; where a tensor is wrong in both ways, one of them has the picture. */
+function withPicture(view, step, name, alone) {
+  const row = rowOf(view, step, name, alone);
+  const free = alone && row && !row.picture ? rowOf(view, step, name) : null;
+  return free?.far && free.picture ? { ...row, picture: free.picture, borrowed: true } : row;
+}
+
+/** The tensor of a view that came nearest to what is tolerated, or is farthest beyond: [the way it was computed, [step, name, share]]. */
+function worstOf(view) {
+  const size = ([, [, , share]]) => share ?? Infinity;
+  return Object.entries(view.counts).flatMap(([way, { worst }]) => (worst ? [[way, worst]] : [])).sort((one, two) => size(two) - size(one))[0] ?? null;
 }
 
 /** The state of a row in words: colour is never the only sign. */
@@ -107,6 +125,7 @@ function spans(runs, size) {
 /** What the dims of a tensor are called. */
 function dimNames(name, shape) {
   const kind = kindOf(name);
+  if (kind === "batch" && shape.length === 2) return ["sample", "position"];
   if (shape.length === 1) return ["element"];
   if (shape.length === 2) return ["row", "column"];
   if (page.kind === "verification" && shape.length === 3 && !OF_WEIGHTS.has(kind)) return ["sample", "position", "column"];

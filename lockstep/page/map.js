@@ -1,6 +1,8 @@
 // The model as a map: a grid for each kind of tensor, with layers down and modules across. One tab stop each; arrows move inside.
 
-/** The places of all names: kind -> {columns, lines: label -> {layered, cells}}. */
+const ITSELF = "itself"; // the column of what is of a line as a whole: of a layer's own output, and of modules outside of layers
+
+/** The places of all names: kind -> {columns, lines: label -> cells}. All kinds have lines and columns in the order of the forward pass. */
 function layOut(names) {
   const found = names.map((name) => ({ kind: kindOf(name), path: pathOf(name).replace(/^model\./, "") }));
   const layered = new Set();
@@ -11,23 +13,35 @@ function layOut(names) {
   }
   const lines = new Map();
   const kinds = new Map();
-  const batchIn = found.some((one) => one.kind === "forward") ? "forward" : "batch"; // it has a line above the outputs
+  const batchIn = found.some((one) => one.kind === "forward") ? "forward" : "batch"; // it has lines above the outputs
   found.forEach((one, number) => {
     const last = one.parts.findIndex((part) => /^\d+$/.test(part));
     const isLayer = last >= 0 && layered.has(one.parts.slice(0, last).join("."));
-    const whole = OF_WEIGHTS.has(one.kind) ? one.parts.slice(0, -1).join(".") || one.path : one.path.replace(/\.\d+$/, "");
-    const line = isLayer ? one.parts.slice(0, last + 1).join(".") : one.kind === "batch" ? "batch" : whole;
-    const column = isLayer ? one.parts.slice(last + 1).join(".") || "(the layer)" : null;
+    const line = isLayer ? one.parts.slice(0, last + 1).join(".") : `${one.kind === "batch" ? "batch: " : ""}${shown(one.kind, one.parts.join("."))}`;
+    const column = (isLayer && one.parts.slice(last + 1).join(".")) || ITSELF;
     if (!lines.has(line)) lines.set(line, lines.size);
     const block = one.kind === "batch" ? batchIn : one.kind;
-    if (!kinds.has(block)) kinds.set(block, { columns: new Map(), lines: new Map() });
-    const kind = kinds.get(block);
-    if (!kind.lines.has(line)) kind.lines.set(line, []);
-    const place = column === null ? kind.lines.get(line).length : (kind.columns.get(column) ?? kind.columns.size);
-    if (column !== null) kind.columns.set(column, place);
-    kind.lines.get(line)[place] = number;
+    if (!kinds.has(block)) kinds.set(block, new Map());
+    const own = kinds.get(block);
+    if (!own.has(line)) own.set(line, new Map());
+    own.get(line).set(column, number);
   });
+  const order = [...new Set([...(kinds.get("forward")?.values() ?? [])].flatMap((cells) => [...cells.keys()]))];
+  // A weight is where its module is. Modules whose outputs are not known are behind the others.
+  const placeOf = (kind, column) => {
+    const place = order.indexOf(OF_WEIGHTS.has(kind) ? column.replace(/\.[^.]*$/, "") : column);
+    return column === ITSELF ? -1 : place < 0 ? order.length : place;
+  };
+  for (const [kind, own] of kinds) {
+    const columns = [...new Set([...own.values()].flatMap((cells) => [...cells.keys()]))].sort((one, two) => placeOf(kind, one) - placeOf(kind, two));
+    kinds.set(kind, { columns, lines: own });
+  }
   return { kinds, lines: [...lines.keys()] };
+}
+
+/** What a line or a column is called. */
+function shown(kind, text) {
+  return OF_WEIGHTS.has(kind) ? text.replace(/\.weight$/, "") : text;
 }
 
 const map = {
@@ -50,14 +64,15 @@ const map = {
   block(kind, { columns, lines: own }, lines) {
     const title = KINDS[kind] ?? kind;
     const grid = el("div", { class: "grid", role: "grid", "aria-label": title });
-    if (columns.size) {
-      const heads = [...columns.keys()].map((column) => el("span", { role: "columnheader", class: "column", title: column }, OF_WEIGHTS.has(kind) ? column.replace(/\.weight$/, "") : column));
+    if (columns.length > 1) {
+      const heads = columns.map((column) => el("span", { role: "columnheader", class: "column", title: column }, shown(kind, column)));
       grid.append(el("div", { role: "row", class: "line head" }, el("span", { role: "columnheader" }, "layer"), ...heads));
     }
     let first = true;
     for (const line of lines.filter((one) => own.has(one))) {
       const row = el("div", { role: "row", class: "line" }, el("span", { role: "rowheader", title: line }, line));
-      for (const name of Array.from(own.get(line))) {
+      for (const column of columns) {
+        const name = own.get(line).get(column);
         if (name === undefined) {
           row.append(el("span", { role: "gridcell", class: "cell none" }));
           continue;
@@ -69,8 +84,8 @@ const map = {
       }
       grid.append(row);
     }
-    const head = { backward: "from the last layer to the first" }[kind];
-    return el("div", { class: `block ${kind === "numbers" ? "numbers" : ""}` }, el("h3", {}, title, head ? el("span", { class: "quiet" }, ` ${head}`) : null), grid);
+    const head = { forward: "computed downwards", backward: "computed upwards" }[kind];
+    return el("div", { class: `block ${kind === "numbers" ? "numbers" : ""}` }, el("h3", {}, title, head ? el("span", { class: "quiet" }, `, ${head}`) : null), grid);
   },
   /** Shows a table: each cell by its share of what is tolerated. */
   paint(table) {

@@ -9,14 +9,14 @@ const WAYS = {
 
 function begin() {
   const asked = page.views.findIndex((view) => view.name === decodeURIComponent(location.hash.slice(1)));
-  state.view = asked < 0 ? Math.max(0, page.views.findIndex((view) => view.first)) : asked;
+  state.view = asked < 0 ? opening() : asked;
   const view = page.views[state.view];
-  state.step = view?.first?.[0] ?? stepsOf(state.view)[0];
-  const near = view?.first ?? view?.worst;
-  const number = near ? page.names.indexOf(near[1]) : -1;
+  const near = view && !view.first ? worstOf(view) : null;
+  const [step, name] = view?.first ?? near?.[1] ?? [];
+  const number = name === undefined ? -1 : page.names.indexOf(name);
+  state.step = step ?? stepsOf(state.view)[0];
   state.tensor = number < 0 ? null : number;
-  if (!view?.first && near) state.step = near[0];
-  state.alone = isAlone(state.view, state.step, state.tensor);
+  state.alone = near ? page.kind === "verification" && near[0] === wayOf(true) : isAlone(state.view, state.step, state.tensor);
   buildTools();
   document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
@@ -31,31 +31,51 @@ function begin() {
   show();
 }
 
+/** The view that the verdict is about: the first that failed, or of a PASS, the one whose nearest tensor is named above. */
+function opening() {
+  const failed = page.views.findIndex((view) => view.first);
+  if (failed >= 0) return failed;
+  const shares = page.views.map((view) => worstOf(view)?.[1][2] ?? 0);
+  return Math.max(0, shares.indexOf(Math.max(...shares)));
+}
+
 /** In the finding of a view: where in its first wrong tensor the error lies. */
 function sayWhere(section, view) {
   const [step, name] = page.views[view].first;
   const number = page.names.indexOf(name);
   const row = wrongRowOf(view, step, number);
   if (row === null) return;
-  const said = [row.where, row.picture ? whereText(view, number, row) : ""].filter(Boolean).join(": ");
   const list = section.querySelector("dl");
-  if (said) list.prepend(el("div", {}, el("dt", {}, "Where"), el("dd", {}, said)));
+  const pair = (title, text) => el("div", {}, el("dt", {}, title), el("dd", {}, text));
+  const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
+  const ranks = ranksText(view, step, number, row);
+  list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
+  if (where) list.querySelectorAll("[data-title=Observed] dd").forEach((one) => /^\d+ of \d+ elements are wrong$/.test(one.textContent) && one.remove());
+  list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
+  if (page.kind === "recording") list.append(pair(`Step ${step}`, rightText(tableOf(view, step))));
   section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
-  if (page.kind === "recording") list.append(el("div", {}, el("dt", {}, `Step ${step}`), el("dd", {}, rightText(tableOf(view, step)))));
 }
 
-/** Opens a tensor where it is wrong, and brings it into view. */
+/** Opens a tensor where it is wrong, and brings it and its cell into view. */
 function goTo(view, step, tensor) {
   Object.assign(state, { view, step, tensor, alone: isAlone(view, step, tensor) });
-  for (const input of document.querySelectorAll("#choices input")) input.checked = input.value === String(state[input.name]);
   show();
-  document.getElementById("tensor").scrollIntoView();
+  if (isBeside()) map.cells.get(tensor).scrollIntoView({ block: "center" });
+  showPanel();
   document.getElementById("tensor-name").focus({ preventScroll: true });
 }
 
-/** Whether nothing but a module by itself shows that a tensor is wrong. */
-function isAlone(view, step, tensor) {
-  return Boolean(rowOf(view, step, tensor, true)?.far && !rowOf(view, step, tensor)?.far);
+/** Whether the panel of the open tensor is beside the map. */
+function isBeside() {
+  return getComputedStyle(document.getElementById("tensor")).position === "sticky";
+}
+
+/** Brings the panel into view; beside the map, it ends where the map ends, so its top may be above the screen. */
+function showPanel() {
+  const panel = document.getElementById("tensor");
+  panel.scrollTop = 0;
+  if (!isBeside()) panel.scrollIntoView();
+  else scrollBy(0, Math.min(0, panel.getBoundingClientRect().top - parseFloat(getComputedStyle(panel).top)));
 }
 
 /** How many tensors of each kind are right in a table. */
@@ -72,13 +92,24 @@ function rightText(table) {
 
 function show() {
   showLosses(document.getElementById("losses"), state);
-  map.paint(tableOf(state.view, state.step, state.alone));
-  const views = page.kind === "recording";
-  document.getElementById("way").textContent = views || page.tables.some((table) => table.alone) ? WAYS[views ? page.views[state.view].name : wayOf(state.alone)] : "";
+  const table = tableOf(state.view, state.step, state.alone);
+  map.paint(table);
+  const way = page.kind === "recording" ? page.views[state.view].name : wayOf(state.alone);
+  const ways = page.kind === "recording" || page.tables.some((one) => one.alone);
+  document.getElementById("way").replaceChildren(el("strong", {}, tableText(table, ways ? way : "")), ...(ways ? [" ", el("span", { class: "quiet" }, WAYS[way])] : []));
+  paintChoices();
   map.mark(state.tensor);
   showTensor(document.getElementById("tensor"), state);
   showRanks(document.getElementById("ranks"), state);
   if (state.tensor !== null) read(state.tensor);
+}
+
+/** What is shown, and how much of it is wrong. */
+function tableText(table, way) {
+  const parts = [page.kind === "verification" ? labelOf(state.view) : "", `step ${state.step}`, way].filter(Boolean).join(", ");
+  if (table === null) return `${parts}: nothing was judged.`;
+  const judged = table.names.length - table.small.length - table.excused.length;
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far.`;
 }
 
 function wayOf(alone) {
@@ -88,37 +119,46 @@ function wayOf(alone) {
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
   const row = rowOf(state.view, state.step, name, state.alone);
-  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${sci(row.error)} (2-norm) of ${sci(row.tolerated, 1)}, ${sci(row.largest)} (largest element) of ${sci(row.toleratedLargest, 1)}`;
+  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${errorText(row)}`;
   document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
 }
 
 function open(name) {
   state.tensor = name;
   show();
-  const panel = document.getElementById("tensor");
-  if (panel.getBoundingClientRect().top > innerHeight * 0.8) panel.scrollIntoView();
+  showPanel();
 }
 
 function buildChoices() {
   const parent = document.getElementById("choices");
   const steps = [...new Set(page.tables.map((table) => table.step))];
-  const wrong = (step) => page.tables.some((table) => table.step === step && table.far.length);
-  const views = page.views.map((view, number) => [number, labelOf(number), view.first !== null]);
-  parent.append(choice(page.kind === "verification" ? "Run" : "Computed", "view", views, (value) => (state.view = value)));
-  if (page.tables.some((table) => table.alone)) {
-    const ways = [false, true].map((alone) => [alone, wayOf(alone), page.tables.some((table) => table.alone === alone && table.far.length)]);
-    parent.append(choice("Computed", "alone", ways, (value) => (state.alone = value)));
-  }
-  if (steps.length > 1) {
-    parent.append(choice("Step", "step", steps.map((step) => [step, String(step), wrong(step)]), (value) => (state.step = value)));
-  }
+  parent.append(choice(page.kind === "verification" ? "Run" : "Computed", "view", page.views.map((_, number) => [number, labelOf(number)])));
+  if (page.tables.some((table) => table.alone)) parent.append(choice("Computed", "alone", [false, true].map((alone) => [alone, wayOf(alone)])));
+  if (steps.length > 1) parent.append(choice("Step", "step", steps.map((step) => [step, String(step)])));
 }
 
-function choice(title, key, items, set) {
-  const labels = items.map(([value, text, bad]) => el("label", {},
-    el("input", { type: "radio", name: key, value: String(value), checked: state[key] === value, onchange: () => { set(value); show(); } }),
-    el("span", { class: bad ? "bad" : "" }, text, bad ? el("span", { class: "unseen" }, ", has failures") : null)));
+function choice(title, key, items) {
+  const labels = items.map(([value, text]) => el("label", {},
+    el("input", { type: "radio", name: key, value: String(value), onchange: () => { state[key] = value; show(); } }),
+    el("span", {}, text, el("span", { class: "unseen" }, ", has failures"))));
   return el("fieldset", {}, el("legend", {}, title), ...labels);
+}
+
+/** Marks what is chosen, and what has failures: a run in any way, a way in any step of the chosen run, a step of both. */
+function paintChoices() {
+  const wrong = (holds) => tables.some((table) => table.far.length && holds(table));
+  const bad = {
+    view: (view) => page.views[view].first !== null,
+    alone: (alone) => wrong((table) => table.view === state.view && table.alone === alone),
+    step: (step) => wrong((table) => table.view === state.view && table.alone === state.alone && table.step === step),
+  };
+  for (const input of document.querySelectorAll("#choices input")) {
+    const value = JSON.parse(input.value);
+    input.checked = value === state[input.name];
+    const isBad = bad[input.name](value);
+    input.nextElementSibling.classList.toggle("bad", isBad);
+    input.nextElementSibling.querySelector(".unseen").hidden = !isBad;
+  }
 }
 
 function buildTools() {

@@ -14,14 +14,26 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 4
+FORMAT = 5
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
 COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+WAYS = ("from the batch", "each module by itself")  # to compute
+Worst = tuple[int, str, float | None]  # step, tensor and its share of what is tolerated
 # Of a tensor of a comparison, its shape, and axis -> the dim that it cuts; of a recorded one, [start, shape] of the parts of each rank
 Placed = list[Any]
+
+
+@dataclass
+class Count:
+    """Of the tensors of a view that were computed in one way, in all steps."""
+
+    tensors: int = 0
+    judged: int = 0
+    far: int = 0
+    worst: Worst | None = None
 
 
 @dataclass
@@ -31,10 +43,11 @@ class View:
     name: str  # of the run or the way; report.html#NAME opens it
     label: str
     verdict: str
-    counted: str = ""  # how many tensors were judged, in words
+    counted: str = ""  # what was judged in the place of tensors, in words
     first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
-    worst: tuple[int, str, float | None] | None = None  # step, tensor and its share of what is tolerated
-    num_failures: int = 0
+    counts: dict[str, Count] = field(default_factory=dict)  # by way to compute
+    # What is wrong as well, and is no tensor that is too far
+    further: list[str] = field(default_factory=list)
     causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
@@ -61,6 +74,7 @@ class Table:
     alone: bool  # of modules by themselves in a comparison: it has shares, and what is wrong in words
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
+    ranks: dict[int, dict[int, bool]] = field(default_factory=dict)  # of one that is too far, where it is so
     # Of the first, what is wrong by itself, or by which factor; and, where nothing but the factor shows it, the part that has it, () for all of it
     said: dict[int, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
@@ -96,6 +110,7 @@ class Page:
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
     command: str = ""  # that made the recorded run, or the comparison
+    tolerance: str = ""  # why as much is tolerated
     format: int = FORMAT
 
     def add(
@@ -112,6 +127,14 @@ class Page:
         if view not in self.views:
             self.views.append(view)
         named, known = [self.names.setdefault(row.name, len(self.names)) for row in rows], set(excused)
+        way = view.name if self.kind == "recording" else WAYS[alone]
+        count = view.counts.setdefault(way, Count())
+        counted = [row for row in rows if row.name not in known and (row.judged or row.too_far)]
+        count.tensors += len(rows)
+        count.judged += len(counted)
+        count.far += sum(row.too_far for row in counted)
+        found = [one for one in (count.worst, worst_of(counted)) if one is not None]
+        count.worst = max(found, key=lambda one: math.inf if one[2] is None else one[2], default=None)
         table = Table(
             self.views.index(view),
             step,
@@ -136,6 +159,8 @@ class Page:
                 table.columns[column].append(short(value, digits))
             if row.where:
                 table.where[place] = row.where
+            if any(row.ranks.values()):
+                table.ranks[place] = row.ranks
             if len(table.said) < SAID and (row.factor is not None or (alone and row.too_far)):
                 table.said[place] = (briefly(row), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):
@@ -156,7 +181,7 @@ def _hidden(row: Judgement) -> tuple[int, ...] | None:
     return None if row.factor is None or row.is_far else row.factor.part or ()
 
 
-def worst_of(rows: Iterable[Judgement]) -> tuple[int, str, float | None] | None:
+def worst_of(rows: Iterable[Judgement]) -> Worst | None:
     """The row that is nearest to what is tolerated, or farthest beyond."""
     row = max(rows, key=lambda row: row.multiple, default=None)
     return None if row is None else (row.step, row.name, short(row.multiple, 2))

@@ -3,13 +3,25 @@
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DECADES = 6;
 
-/** What the picture shows, in words, for a tensor that is too far. A factor that its distance hides is in one part of it. */
-function whereText(view, name, { picture, hidden }) {
+/** What the picture shows, in words, for a tensor that is too far: where the error is, and on which ranks. */
+function whereText(view, step, name, row) {
+  const ranks = ranksText(view, step, name, row);
+  return `${placeText(view, name, row)}${ranks ? ` Ranks: ${ranks}.` : ""}`;
+}
+
+/** The wrong slices of each dim: of the picture, or the part that has a factor which its distance hides. Null if they are not known. */
+function slicesOf({ picture, hidden }) {
+  return hidden && picture ? picture.shape.map((size, dim) => [dim === hidden[0] ? [hidden[1], hidden[2] - hidden[1]] : [0, size]]) : (picture?.slices ?? null);
+}
+
+/** Where in a tensor the error is. */
+function placeText(view, name, row) {
+  const { picture, hidden } = row;
   const { shape } = picture;
   const all = shape.reduce((one, two) => one * two, 1);
   const names = dimNames(page.names[name], shape);
   const heads = headsOf(name, shape);
-  const slices = hidden ? shape.map((size, dim) => [dim === hidden[0] ? [hidden[1], hidden[2] - hidden[1]] : [0, size]]) : picture.slices;
+  const slices = slicesOf(row);
   const said = shape.flatMap((size, dim) => {
     const found = spans(slices[dim], size);
     const head = heads?.dim === dim ? headText(heads, slices[dim]) : null;
@@ -18,15 +30,42 @@ function whereText(view, name, { picture, hidden }) {
     return found === null ? [] : [head ? `${head} (${text})` : text];
   });
   const place = said.length ? said.join(", ") : "in every part of it";
-  const copy = copies(view, page.names[name]);
-  const held = heldOf(view, name, picture);
+  if (hidden) return `The factor is in ${said.length ? place : "all of it"}. No element is off by more than rounding errors explain.`;
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}.`;
+}
+
+/** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
+function ranksText(view, step, name, row) {
+  const odd = oddOf(view, step, page.names[name]);
+  const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
+  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"} than the rank that was judged${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
+  return [row.far ? farText(view, name, row, odd.size > 0) : "", copies].filter(Boolean).join("; ");
+}
+
+function farText(view, name, row, differs) {
+  const held = heldOf(view, name, row.picture);
+  const slices = slicesOf(row);
+  if (row.ranks.length && !(held.length > 1 && slices)) {
+    const [far, right] = [true, false].map((wrong) => row.ranks.filter(([, one]) => one === wrong).map(([rank]) => Number(rank)));
+    const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
+    if (right.length) return `${whose(far)} alone; on ${whose(right)} it is near enough`;
+    return far.length === 1 ? `${whose(far)}, the only one that was judged` : `all alike: it is too far on ${whose(far)}`;
+  }
+  const all = page.views[view].ranks.length;
+  if (held.length === 1) {
+    const { ranks } = held[0];
+    if (differs) return "the copy that was judged is wrong";
+    if (all === 1) return "";
+    return ranks.length === all ? "all alike: each has the same copy of it" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
+  }
+  if (!held.length || !slices) return "";
   const hit = holders(held, slices);
-  const rank = hit.length ? `: ${shardsOf(view, hit)}` : "";
-  if (hidden) return `The factor is in ${said.length ? place : "all of it"}${rank}. No element is off by more than rounding errors explain.${copy}`;
-  const [most] = held.map((one) => [squareIn(picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
-  const square = held.length > 1 && most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
-  const share = !square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`;
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}${rank}${share}.${copy}`;
+  if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "all alike: the factor is in each of their shards";
+  const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
+  const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
+  if (!hit.length && differs) return "all have wrong elements";
+  if (!hit.length) return square ? `all have wrong elements; ${square} is in ${shardsOf(view, [most[1]])}` : "all alike: each has wrong elements in its shard";
+  return `${shardsOf(view, hit)} alone${!square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`}`;
 }
 
 const MOSTLY = 0.9; // of the squared error, in one shard
@@ -67,12 +106,6 @@ function squareIn(picture, boxes) {
     }
   }
   return sum / parts.reduce((one, two) => one + two, 0);
-}
-
-/** Which ranks have another copy of a tensor. */
-function copies(view, text) {
-  const odd = page.views[view].differing.find(([, tensor]) => tensor === text);
-  return odd ? ` The copies of ${listed(odd[2])} differ from it${odd[3] ? `, in ${odd[3].map((count) => count.toLocaleString("en")).join(", ")} elements` : ""}.` : "";
 }
 
 /** Those parts that have wrong slices; none if all have. */

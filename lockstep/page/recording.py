@@ -8,15 +8,16 @@ import torch
 
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground import origin
-from lockstep.page.payload import HEADS, Page, Placed, View, worst_of
+from lockstep.page.payload import HEADS, WAYS, Page, Placed, View
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
-from lockstep.verdict.recorded_rows import StepVerdict, times
+from lockstep.verdict.judgement import MULTIPLE
+from lockstep.verdict.recorded_rows import StepVerdict, briefly
 from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
-VIEWS = ("each module by itself", "from the batch")
+VIEWS = WAYS[::-1]
 
 
 def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> None:
@@ -32,6 +33,8 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         [line.strip() for line in said],
         _found_out(recording, model),
         command=recording.origin.command,
+        tolerance=f"One process in the run's own dtypes is the yardstick: the run may be {MULTIPLE} times as far away from the reference as that is. "
+        "An update may be off by a few ulps.",
     )
     for name, module in model.named_modules():
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
@@ -46,10 +49,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
                 way,
                 way,
                 "FAIL" if far else "PASS",
-                f"{len(rows)} values of {len(steps)} steps",
-                (far[0].step, far[0].name, far[0].describe() + times(far[0])) if far else None,
-                worst_of(rows),
-                len(far),
+                first=(far[0].step, far[0].name, briefly(far[0])) if far else None,
                 ranks=ranks,
                 differing=differing,
             )
@@ -62,14 +62,31 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
 
 def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, str]]:
     first, made = recording.steps[0][0], recording.origin
+    ranks = recording.steps[0].values()
+    micro = [one for about in ranks for one in about.micro_batches]
+    precision = [
+        *(f"weights in {one.dtype}" for one in model.parameters()),
+        *(f"autocast to {one.autocast}" for one in micro if one.autocast),
+        *(f"FSDP2 computes in {one.param_dtype}" for one in micro if one.param_dtype),
+    ]
+    groups = {tuple(group) for about in ranks for group in about.groups if len(group) > 1}
+    how = (
+        ("command of the run", made.command),
+        ("script", made.script),
+        ("device", made.device),
+        ("seed", made.seed),
+    )
+    mesh = "; ".join(", ".join(map(str, group)) for group in sorted(groups))
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
         ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
         (
             "recorded",
-            f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps of {first.world_size} ranks",
+            f"{made.date or 'at an unknown time'}, {len(recording.steps)} steps",
         ),
-        ("command of the run", made.command or "not recorded"),
+        *((what, said or "not recorded") for what, said in how),
+        ("mesh", f"{first.world_size} ranks; process groups: {mesh or 'none'}"),
+        ("precision", ", ".join(dict.fromkeys(precision)).replace("torch.", "")),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
         (

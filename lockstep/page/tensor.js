@@ -6,9 +6,7 @@ function showTensor(parent, state) {
     parent.replaceChildren(el("p", { class: "quiet" }, "Choose a tensor of the map."));
     return;
   }
-  const row = rowOf(state.view, state.step, name, state.alone);
-  const free = state.alone && row && !row.picture ? rowOf(state.view, state.step, name) : null;
-  if (free?.far) [row.picture, row.borrowed] = [free.picture, true];
+  const row = withPicture(state.view, state.step, name, state.alone);
   const said = [false, true].flatMap((alone) => {
     const found = rowOf(state.view, state.step, name, alone)?.said;
     return found ? [el("p", { class: "where" }, `${alone ? "By itself, " : ""}${found}`)] : [];
@@ -21,16 +19,17 @@ function showTensor(parent, state) {
     el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}${ways ? `, ${wayOf(state.alone)}` : ""}: `,
       row === null ? "it is not among the tensors that were judged here" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
       row?.where ? ` (worst in ${row.where})` : ""),
+    el("button", { type: "button", class: "to-cell", onclick: () => map.cells.get(name).scrollIntoView({ block: "center" }) }, "Its cell in the map"),
     ...said,
-    ...numbers(name, state),
-    ...onRanks(state, row),
     ...pictureOf(name, state, row),
+    ...onRanks(state, row),
+    ...numbers(name, state),
+    ...elementsOf(row),
   );
 }
 
 /** Numbers of the tensor in every step of every run: first as it is computed where it is open, the open run first. */
 function numbers(name, state) {
-  const wayOfTable = (table) => (page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone));
   const open = page.kind === "recording" ? page.views[state.view].name : wayOf(state.alone);
   const found = tables.filter((table) => table.has(name));
   const ways = [...new Set([open, ...found.map(wayOfTable)])].map((way) => [way, found.filter((table) => wayOfTable(table) === way)]).filter(([, of]) => of.length);
@@ -39,6 +38,9 @@ function numbers(name, state) {
     const title = `Errors ${way === "from the batch" ? "from the batch on" : "of each module by itself"}`;
     return el("section", {}, el("h3", {}, title), numbersOf(name, title, rows, (table) => way === open && table.view === state.view && table.step === state.step));
   });
+  // Runs, and ways to compute, may differ in what is tolerated.
+  const differs = new Set(ways.filter(([way]) => way === wayOf(false)).flatMap(([, of]) => of.map((table) => sci(table.row(name).tolerated, 1)))).size > 1;
+  if (differs && page.tolerance) sections[ways.findIndex(([way]) => way === wayOf(false))].append(el("p", { class: "quiet" }, page.tolerance));
   if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch on, the rounding errors of all that comes before it add up."));
   return sections;
 }
@@ -67,13 +69,19 @@ function pictureOf(name, state, row) {
   if (picture === null) {
     return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference and they are not too large." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
   }
-  const elements = picture.elements.map(([index, own, reference]) => el("tr", {},
+  return [
+    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch on" : "Where the error lies"),
+      row.far ? el("p", { class: "where" }, whereText(state.view, state.step, name, row)) : null,
+      drawPicture(state.view, name, picture)),
+  ];
+}
+
+function elementsOf(row) {
+  if (!row?.picture) return [];
+  const elements = row.picture.elements.map(([index, own, reference]) => el("tr", {},
     el("td", {}, `[${index.join(", ")}]`), el("td", { class: "number" }, digits(own)), el("td", { class: "number" }, digits(reference)),
     el("td", { class: "number" }, own === null ? "not finite" : sci(own - reference))));
   return [
-    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch on" : "Where the error lies"),
-      row.far ? el("p", { class: "where" }, whereText(state.view, name, row)) : null,
-      drawPicture(state.view, name, picture)),
     el("section", {}, el("h3", {}, "The elements that are farthest off"),
       elements.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The elements that are farthest off" }, el("table", {},
         el("thead", {}, el("tr", {}, ...["index", "run", "reference", "difference"].map((one) => el("th", { scope: "col", class: one === "index" ? "" : "number" }, one)))),

@@ -6,15 +6,17 @@ from pathlib import Path
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.ground import origin
-from lockstep.page.payload import HEADS, Losses, Page, View, short, worst_of
+from lockstep.page.payload import HEADS, Losses, Page, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
 from lockstep.plan.mesh import Mesh
 from lockstep.verdict import report_tables, tensor_report
-from lockstep.verdict.judgement import COMPUTED, add_pictures
+from lockstep.verdict.judgement import COMPUTED, LIMIT, MULTIPLE, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import floors, loss_gap
 from lockstep.verdict.result import Diagnosis, Findings, Result
+
+MOST = 1  # failures that are no tensors
 
 
 def write(
@@ -34,6 +36,7 @@ def write(
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},
         command=origin.command(),
+        tolerance=_tolerance(result, run["config"]["precision"]) if reference else "",
     )
     for name, found in result.runs.items():
         view = _view(result, name, found)
@@ -56,11 +59,23 @@ def write(
     write_page(page, folder)
 
 
+def _tolerance(result: Result, precision: str) -> str:
+    yardstick = result.label(result.baseline)
+    return (
+        f"{yardstick} is the yardstick: it may be {LIMIT[precision]:g} away from the reference, relative to it. The others may be {MULTIPLE} times as far "
+        f"away as {yardstick} is, so less or more is tolerated of them. What an optimizer computes may be off by a few ulps in any run."
+    )
+
+
 def _draw(case: Case) -> None:
-    """Pictures of the tensors of a run in a step that are too far, and of those that are nearest to it."""
-    for which in COMPUTED:
+    """Pictures of the tensors of a run in a step that are too far, and, but for the batch, of those that are nearest to it."""
+    for which in ("batch", *COMPUTED):
         add_pictures(
-            [row for row in case.rows.values() if row.which_pass == which],
+            [
+                row
+                for row in case.rows.values()
+                if row.which_pass == which and (row.too_far or which != "batch")
+            ],
             lambda row: number_of_elements(case.entry["tensors"][row.name]),
             lambda row: (case.own(row.name), case.right(row.name)),
         )
@@ -70,21 +85,23 @@ def _view(result: Result, name: str, run: Findings) -> View:
     mesh = Mesh(**run.dump.run["mesh"])
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
-    alone = f" from the batch, {len(run.by_themselves)} by themselves" if run.by_themselves else ""
+    far = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
+    further = [f"{tensor} in step {step}" for step, _, tensor, _ in run.failures if (step, tensor) not in far]
     return View(
         name,
         result.label(name),
         result.verdict(name),
-        f"{len(run.judged)} of {len(run.rows)} tensors of {tensor_report.steps_in_words(run.rows)}{alone}",
-        first and (first[0], first[2], first[3]),
-        worst_of([*run.counted, *(row for row in run.by_themselves if row.too_far)]),
-        len(run.failures),
-        [(cause.name, cause.evidence) for cause in found.causes],
-        found.excluded,
-        [*(about + one for one in found.odd)],
-        [{axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes} for rank in range(mesh.world_size)],
-        run.differing,
-        run.dump.contract,
+        first=first and (first[0], first[2], first[3]),
+        further=[*further[:MOST], *([f"{len(further) - MOST} more"] if further[MOST:] else [])],
+        causes=[(cause.name, cause.evidence) for cause in found.causes],
+        excluded=found.excluded,
+        observed=[*(about + one for one in found.odd)],
+        ranks=[
+            {axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes}
+            for rank in range(mesh.world_size)
+        ],
+        differing=run.differing,
+        contract=run.dump.contract,
         by_itself=tensor_report.by_itself(run) if result.has_reference else "",
     )
 

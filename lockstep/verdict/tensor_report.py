@@ -214,7 +214,7 @@ def causes(result: Result) -> list[str]:
         lines.append(f"{result.label(name)}:")
         lines += [f"- {cause.name}: {cause.evidence}" for cause in found.causes] or ["- not explained"]
         lines += [f"- observed in {run.diagnosed[2]}: {'; '.join(found.odd)}"] if found.odd else []
-        lines += [f"- excluded: {'; '.join(found.excluded)}"] if found.excluded else []
+        lines += [f"- ruled out: {'; '.join(found.excluded)}"] if found.excluded else []
     if not lines and any(map(result.has_failed, result.runs)):
         return ["looked for only with a reference; name its folder, too"]
     return lines or ["nothing to explain"]
