@@ -297,17 +297,21 @@ class Weighed(nn.Module):
 
 
 class Codebook(Own):
-    """Each pass changes a buffer that the next one computes with, on each rank for itself."""
+    """Each pass changes a buffer that the next one computes with; DDP sends that of rank 0."""
 
     def made(self):
         return Codes()
 
-    def wrap(self, net):
-        return DistributedDataParallel(net, broadcast_buffers=False)
-
     def own_loss(self, given):
         decoded, distance = self.wrapped(given[0])
         return F.mse_loss(decoded, given[0]) + distance
+
+
+class CodebookApart(Codebook):
+    """Each rank has its own."""
+
+    def wrap(self, net):
+        return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 class Codes(nn.Module):
@@ -1481,32 +1485,6 @@ class Bag(nn.Module):
 
     def forward(self, items, offsets, users):
         return self.head(self.items(items, offsets) * self.users(users))
-
-
-class Observed(Own):
-    """Inputs are scaled by the largest one that was seen, by all ranks."""
-
-    together = True
-
-    def made(self):
-        return Observer()
-
-    def wrap(self, net):
-        return DistributedDataParallel(net, broadcast_buffers=self.together)
-
-
-class ObservedApart(Observed):
-    together = False
-
-
-class Observer(Heads):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("largest", torch.ones(()))
-
-    def forward(self, values):
-        self.largest.copy_(torch.maximum(self.largest, values.abs().max()))
-        return super().forward(values / self.largest)
 
 
 class Words(Own):

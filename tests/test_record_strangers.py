@@ -19,9 +19,9 @@ RIGHT = {
     **dict.fromkeys(
         ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
     ),
-    **dict.fromkeys(("TwoOptimizers", "Forces", "Double"), NOT_JUDGED),
+    **dict.fromkeys(("Forces", "Double"), NOT_JUDGED),
     **dict.fromkeys(
-        ("Adversary", "Judged"),
+        ("Adversary", "Judged", "TwoOptimizers"),
         f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 2",
     ),
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
@@ -36,9 +36,7 @@ RIGHT = {
     "please make sure to call init_process_group.",
     "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
     **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents"), NOT_SEEN),
-    **dict.fromkeys(
-        ("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput", "Observed"), NOT_JUDGED
-    ),
+    **dict.fromkeys(("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput"), NOT_JUDGED),
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
@@ -83,7 +81,7 @@ WRONG = {
     "WindowsLost": "step 1: before each step, gradients are clipped and then set to zero: the micro batches before count for nothing",
     "ClippedTogetherOff": "step 1: the gradient was clipped by a norm of ",
     "AnnealedApart": "step 2: weight of ranks 0 and 1 differ, so they compute otherwise: first in returned.0",
-    "ObservedApart": "step 2: largest of ranks 0 and 1 differ, so they compute otherwise: first in body",
+    "CodebookApart": "step 2: codes of ranks 0 and 1 differ, so they compute otherwise: first in ",
     "PaddingCounts": "step 1: 6 of 28 tokens that count are padding, which mask leaves out (in micro batch 0 of rank 0)",
     "DocumentsMixed": "step 1: documents that are packed in a row see each other: logits behind position 4, where documents change, depend on",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",

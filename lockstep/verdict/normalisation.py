@@ -222,6 +222,10 @@ def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> 
             f"{one} / {other}": a / b,
             f"{other} / {one}": b / a,
         }
+    for value, names in equal.items():
+        if len(names) > 1:
+            both = f"{names[0]} x {names[-1]}"
+            pairs |= {both: value**2, f"1 / ({both})": 1 / value**2}
     for group in (simple, pairs):
         matching = [name for name, value in group.items() if math.isclose(factor, value, rel_tol=tolerance)]
         if matching:
