@@ -101,7 +101,9 @@ def main():
     parser.add_argument("--cp", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--own_loss", action="store_true")
-    parser.add_argument("--experts", action="store_true", help="a mixture, each token routed where its piece is")
+    parser.add_argument(
+        "--experts", action="store_true", help="a mixture, each token routed where its piece is"
+    )
     options = parser.parse_args()
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
