@@ -278,7 +278,7 @@ def test_what_only_a_module_by_itself_shows_is_open(opened):
     assert "too far: 300 times" in page.text("#tensor")
     assert (
         "Ranks\nthe shard of ranks 1, 3 (tp 1) alone\n"
-        "Where\nThe factor is in rows 4 to 7 of 8. No element is off by more than rounding errors explain."
+        "Where\nThe factor is in rows 4 to 7 of 8. Each element by itself is within rounding errors; only together do they show the factor."
     ) in page.text(".finding")
     assert "By itself\n1 of 2 tensors" in page.text(".finding")
     text = issue_of(page)

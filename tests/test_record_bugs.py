@@ -18,7 +18,7 @@ ONE_OF_DP = "1 / the world size or 1 / the number of data-parallel ranks"
 GROUPS = "the number of data-parallel ranks or the ranks that see the same samples"
 ALL = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1, and 13 more"
 SHARED = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1, and 10 more"
-UNREDUCED = "they were not reduced over these ranks, or not all of them"
+UNREDUCED = "they were not reduced over ranks 0 and 1, or not all of them"
 NAMED, UNEXPLAINED = True, False
 NORM = "gradient/model.norm.weight"
 

@@ -30,8 +30,8 @@ function placeText(view, name, row) {
     return found === null ? [] : [head ? `${head} (${text})` : text];
   });
   const place = said.length ? said.join(", ") : "in every part of it";
-  if (hidden) return `The factor is in ${said.length ? place : "all of it"}. No element is off by more than rounding errors explain.`;
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than is tolerated of one: ${place}.`;
+  if (hidden) return `The factor is in ${said.length ? place : "all of it"}. Each element by itself is within rounding errors; only together do they show the factor.`;
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than one element may be: ${place}.`;
 }
 
 /** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
@@ -237,7 +237,7 @@ function drawPicture(view, name, picture) {
     const value = valueOf(picture, picture.cells[place[0] * across + place[1]]);
     const side = heads?.dim === shape.length - 1 ? 1 : 0;
     const head = heads && headText(heads, [[place[side] * picture.blocks[side], Math.min(picture.blocks[side], shape[heads.dim] - place[side] * picture.blocks[side])]]);
-    at.textContent = `${head ? `${head}, ` : ""}${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}columns ${place[1] * picture.blocks[1]} to ${Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
+    at.textContent = `${head ? `${head}, ` : ""}${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}${rangeOf("column", place[1] * picture.blocks[1], Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1)}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
   };
   canvas.addEventListener("mousemove", (event) => {
     const box = canvas.getBoundingClientRect();
@@ -260,10 +260,14 @@ function drawPicture(view, name, picture) {
 }
 
 /** The rows of a block, in the indices of the leading dims. */
+function rangeOf(what, first, last) {
+  return first === last ? `${what} ${first}` : `${what}s ${first} to ${last}`;
+}
+
 function rangeText(shape, first, count, rows) {
   if (shape.length < 2) return "";
   const last = Math.min(rows, first + count) - 1;
-  if (shape.length === 2) return `rows ${first} to ${last}, `;
+  if (shape.length === 2) return `${rangeOf("row", first, last)}, `;
   const index = (row) => {
     const found = [];
     for (let dim = shape.length - 2; dim >= 0; dim -= 1) {

@@ -82,26 +82,26 @@ class Ranks:
         return True
 
     def _why(self, rank: int, name: str) -> str:
-        """Why the gradients of a rank, as that of a parameter, differ from those of rank 0, to be read after it."""
-        first, about = self.ranks[0], self.ranks[rank]
+        """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
+        about, key = self.ranks[rank], f"gradient/{name}"
+        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
+        first = next(one for one in (*alike, self.ranks[0]) if one is not about)
         numbers = len(first.micro_batches), len(about.micro_batches)
         if numbers[0] != numbers[1]:
-            return f"; rank 0 stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
-        if self._only_clipped_otherwise(rank, name):
+            return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
+        if self._only_clipped_otherwise(first.rank, rank, name):
             return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
-        alike = any(0 in called.ranks and rank in called.ranks for called in self.micro)
-        if self._shares_a_model(first, about) and not alike:
-            return (
-                f"; ranks 0 and {rank} have parts of one model, and were called with different micro batches"
-            )
-        return "; they were not reduced over these ranks, or not all of them"
+        together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
+        if self._shares_a_model(first, about) and not together:
+            return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
+        return f"; they were not reduced over ranks {first.rank} and {rank}, or not all of them"
 
-    def _only_clipped_otherwise(self, rank: int, name: str) -> bool:
-        """Whether what rank 0 and a rank have of a gradient differs by their factors of clipping."""
-        if any(len(self.ranks[one].clips) != 1 for one in (0, rank)):
+    def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
+        """Whether what two ranks have of a gradient differs by their factors of clipping."""
+        if any(len(self.ranks[one].clips) != 1 for one in (first, rank)):
             return False
         before = []
-        for one in (0, rank):
+        for one in (first, rank):
             part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
             if part is None:
                 return False

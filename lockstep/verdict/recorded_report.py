@@ -30,8 +30,10 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
         nearest = verdict.nearest
         if nearest is not None:
             near = len(verdict.rows) - len(verdict.too_far)
+            share = nearest.multiple
+            how_far = f"{share:.2f} of" if share <= 1 else f"{share:.3g} times"
             found.append(
-                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {nearest.multiple:.2f} of what is tolerated"
+                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {how_far} what is tolerated"
             )
         found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         found += [f"  note: {note}" for note in verdict.notes]
