@@ -446,7 +446,7 @@ BUGS = {
         "huggingface/transformers/36132",
     ),
     "MeshWrongGroup": (
-        f"step 1: gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 2, and 13 more; {UNREDUCED}",
+        "step 1: gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 2, and 13 more; they were not reduced over ranks 0 and 2, or not all of them",
         NAMED,
         "the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 2)",
         "",
