@@ -288,14 +288,17 @@ def _row(
     near: torch.Tensor,
     more: float = 0.0,
 ) -> Judgement:
-    """What was updated, against the same update in float64, or what is nearest between several. In the run's own dtype, it is the yardstick.
+    """What was updated, against the same update in float64. In the run's own dtype, it is the yardstick.
 
-    `more` is tolerated of the change.
+    Where the first of `exact` and others go in different directions, it may be anything between them. `more` is tolerated of the change.
     """
+    before = before.double()
     least, most = (functools.reduce(one, exact).double() for one in (torch.minimum, torch.maximum))
-    reference, of_near = (one.double().clamp(least, most) for one in (own, near))
-    found = distance_of(own, reference, before.double())
-    yardstick = distance_of(near, of_near, before.double())
+    turns = (least < before) & (before < most)
+    reference, of_near = (
+        exact[0].double().where(~turns, one.double().clamp(least, most)) for one in (own, near)
+    )
+    found, yardstick = distance_of(own, reference, before), distance_of(near, of_near, before)
     roundoff = torch.finfo(own.dtype).eps / 2
     tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
         found.shown.times(more)
