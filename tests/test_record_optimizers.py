@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from ranks import run_groups
 from test_record_bugs import said
 
