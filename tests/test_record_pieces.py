@@ -79,3 +79,12 @@ def test_a_stage_of_a_pipeline_is_refused(tmp_path):
         "is a stage of a pipeline, called by torch.distributed.pipelining.stage"
         in (tmp_path / "said_0").read_text()
     )
+
+
+def test_one_position_for_each_sample_is_none_of_a_piece():
+    """Such as where the answer to a question begins; positions of all samples are a row, or one for each."""
+    ids, starts = torch.zeros(2, 8, dtype=torch.long), torch.tensor([4, 5])
+    assert pieces.positions_of({"input_ids": ids, "start_positions": starts, "end_positions": starts}) is None
+    for positions in (torch.arange(8), torch.arange(8).expand(2, -1)):
+        assert len(pieces.positions_of({"position_ids": positions, "input_ids": ids})[0]) == 8
+    assert len(pieces.positions_of({"ids": ids.flatten(), "position_ids": torch.arange(16)})[0]) == 16

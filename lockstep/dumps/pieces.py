@@ -73,9 +73,19 @@ class Pieces:
 
 
 def positions_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The positions that a micro batch is given: (rows, n), each row those of a sample or of all."""
-    for name, tensor in tensors.items():
-        if ("position" in name or "input_pos" in name) and not tensor.is_floating_point() and tensor.ndim:
+    """The positions that a micro batch is given: (rows, n), each row those of a sample or of all.
+
+    Another input has as many: what has one for each sample is no such thing, such as where an answer begins in a text.
+    """
+    named = {name for name in tensors if "position" in name or "input_pos" in name}
+    lengths = {
+        one.shape[1] if one.ndim > 1 else len(one)
+        for name, one in tensors.items()
+        if name not in named and one.ndim
+    }
+    for name in tensors:
+        tensor = tensors[name]
+        if name in named and not tensor.is_floating_point() and tensor.ndim and tensor.shape[-1] in lengths:
             return tensor.reshape(-1, tensor.shape[-1]).long()
     return None
 
