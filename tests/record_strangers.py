@@ -1254,6 +1254,30 @@ class Returned(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class ShiftedByTheLoop(Own):
+    """The tokens, shifted, are the labels that the loop has shifted before, as BartForCausalLM is given them."""
+
+    def made(self):
+        return NextToken()
+
+    def sample(self, generator):
+        text = classes(generator, 7, (4, 6))
+        return text, torch.cat([text[:, 1:], torch.full_like(text[:, :1], IGNORED)], 1)
+
+    def own_loss(self, given):
+        return self.wrapped(*given)[0]
+
+
+class NextToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, x, y):
+        logits = self.head(self.embedding(x))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED), logits
+
+
 class ScaledOwn(Own):
     """A GradScaler scales a loss of the loop's own."""
 

@@ -42,7 +42,17 @@ RIGHT = {
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
     "Denoised": "",
     **dict.fromkeys(
-        ("Parts", "PositionBias", "LossModule", "Labelled", "LabelledSum", "Distilled", "HeadsAsMeant"), ""
+        (
+            "Parts",
+            "PositionBias",
+            "LossModule",
+            "ShiftedByTheLoop",
+            "Labelled",
+            "LabelledSum",
+            "Distilled",
+            "HeadsAsMeant",
+        ),
+        "",
     ),
 }
 WRONG = {

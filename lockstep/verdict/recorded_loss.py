@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps.recording import IGNORED, Called
+from lockstep.dumps.recording import IGNORED, LABELS, Called
 from lockstep.verdict.judgement import FLOOR
 
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
@@ -146,7 +146,12 @@ def targets_of(
     if logits.ndim < 2:
         return None
     own = logits.detach().double().flatten(0, -2)
-    for name, labels in called.tensors.items():
+    # Shifted, the tokens themselves may be the same as labels that were shifted before.
+    in_order = sorted(
+        reversed(called.tensors), key=lambda name: not any(word in name.lower() for word in LABELS)
+    )
+    for name in in_order:
+        labels = called.tensors[name]
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             continue
         for ignored in IGNORED:
