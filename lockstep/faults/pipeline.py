@@ -144,7 +144,7 @@ def labels_of_the_micro_batch_before(run: Planting) -> Plant:
     yield
     pipeline = run.handles.pipeline()
     real = pipeline.step
-    run.patch(pipeline, "step", lambda ids, labels, positions: real(ids, labels.roll(1, 0), positions))
+    run.patch(pipeline, "step", lambda ids, labels, **further: real(ids, labels.roll(1, 0), **further))
 
 
 @pp_fault(
