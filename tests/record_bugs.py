@@ -359,10 +359,10 @@ class ClippedBeforeReduction(MicroMeans):
 class Scaled(MicroMeans):
     """A GradScaler, with unscale_ before clipping."""
 
-    bound = 0.5
+    bound, scale = 0.5, 1024.0
 
     def make_optimizer(self):
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
         return super().make_optimizer()
 
     def backward(self, loss):

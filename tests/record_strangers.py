@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from record_bugs import IGNORED, VOCABULARY, MicroMeans, averaged, tiny
+from record_bugs import IGNORED, VOCABULARY, MicroMeans, Scaled, averaged, tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -1278,23 +1278,17 @@ class NextToken(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED), logits
 
 
-class ScaledOwn(Own):
+class ScaledOwn(Scaled, Own):
     """A GradScaler scales a loss of the loop's own."""
 
-    def make_optimizer(self):
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        return super().make_optimizer()
-
-    def backward(self, loss):
-        self.scaler.scale(loss).backward()
-
-    def update(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    bound, scale = None, 256.0
 
 
 class NeverUnscaled(ScaledOwn):
     """The scaler scales, and the optimizer steps without it."""
+
+    def clip(self):
+        pass
 
     def update(self):
         self.optimizer.step()

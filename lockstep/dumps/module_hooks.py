@@ -111,9 +111,8 @@ class ModuleHooks:
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
             if name in self.passed_on or not (tensor.requires_grad or chosen) or tensor.is_sparse:
                 continue
-            if isinstance(
-                tensor, torch.nn.Parameter
-            ):  # it would have its hook in every pass that follows, too
+            # It would have its hook in every pass that follows, too.
+            if isinstance(tensor, torch.nn.Parameter):
                 continue
             if name not in self.seen and name != called and id(tensor) in self.returned:
                 self.passed_on.add(name)  # such as T5's position bias: what arrives there is its maker's

@@ -92,19 +92,6 @@ def see_asking(see: Callable[[int], None]) -> Undo:
     return replace(torch.autograd, "grad", grad)
 
 
-def see_scaling(see: Callable[[float], None]) -> Undo:
-    """`see` is given what a GradScaler multiplies a loss with."""
-    real = torch.amp.GradScaler.scale
-
-    def scale(scaler: Any, *arguments: Any, **options: Any) -> Any:
-        scaled = real(scaler, *arguments, **options)
-        if scaler.is_enabled():
-            see(scaler.get_scale())
-        return scaled
-
-    return replace(torch.amp.GradScaler, "scale", scale)
-
-
 def see_skipped_steps(has_stepped: Callable[[], bool], skipped: Callable[[], None]) -> Undo:
     """`skipped` is called after a step that a GradScaler skips, as gradients are not finite, unless another optimizer had stepped."""
     real = torch.amp.GradScaler.step

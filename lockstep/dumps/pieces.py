@@ -83,8 +83,7 @@ def positions_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
         for name, one in tensors.items()
         if name not in named and one.ndim
     }
-    for name in tensors:
-        tensor = tensors[name]
+    for name, tensor in tensors.items():
         if name in named and not tensor.is_floating_point() and tensor.ndim and tensor.shape[-1] in lengths:
             return tensor.reshape(-1, tensor.shape[-1]).long()
     return None

@@ -119,8 +119,8 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self.removing += patches.see_clipping(self.model, self.see_clip)
+        self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         # What is recorded of a step that is skipped begins anew.
-        self.removing.append(patches.see_scaling(self._see_scaling))
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
         self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
@@ -182,14 +182,10 @@ class Recorder:
 
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
-        given = {id(one): one.grad is not None for one in parameters}
-        all_names = {
-            name: given[id(one)]
-            for name, one in tree.named_parameters(self.model).items()
-            if id(one) in given
-        }
-        names = [name for name, has_gradient in all_names.items() if has_gradient]
-        of_model = {id(one) for one in tree.named_parameters(self.model).values()}
+        own, given = tree.named_parameters(self.model), {id(one) for one in parameters}
+        all_names = {name: one for name, one in own.items() if id(one) in given}
+        names = [name for name, one in all_names.items() if one.grad is not None]
+        of_model = {id(one) for one in own.values()}
         others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
         beside = torch.nn.utils.get_total_norm(others)
         beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
@@ -212,8 +208,8 @@ class Recorder:
         complete = bool(self.clips) and not self.optimizers
         self.given_up_on |= complete and not self._is_of_another_model(optimizer)
 
-    def _see_scaling(self, scale: float) -> None:
-        self.scale = scale
+    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
+        self.scale = scaler.get_scale()  # 1 if it is not enabled
 
     def _see_reduction(self, number: int) -> None:
         self.reduced += number

@@ -11,7 +11,7 @@ their squares, so fewer than half of the tensors may be wrong: these are then le
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,8 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     Tensors that are zero are left out.
     """
     products: Products = {}
-    for name, recorded in observed.items():
-        size = float(recorded.double().norm())
+    for name in observed:
+        size = _norm(_pieces(observed, name))
         if size > 0:
             square, right = _products(observed, columns, name)
             products[name] = (square / size**2, right / size**2)
@@ -63,11 +63,9 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
 def _products(observed: Gradients, columns: list[Gradients], name: str) -> tuple[torch.Tensor, torch.Tensor]:
     own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
-    with_it = [name in column for column in columns]
-    there = itertools.compress(columns, with_it)
-    for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *there)), strict=True):
-        left = iter(of_columns)
-        stacked = torch.stack([next(left) if has else torch.zeros_like(piece) for has in with_it])
+    each = [Sum(observed, [column], torch.ones(1)) for column in columns]
+    for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
+        stacked = torch.stack(of_columns)
         own += stacked @ stacked.T
         with_observed += stacked @ piece
     return own, with_observed
@@ -130,13 +128,14 @@ def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
         )
 
 
+def _norm(pieces: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
+
+
 def _rest(observed: Gradients, columns: list[Gradients], weights: torch.Tensor, name: str) -> float:
-    size = math.sqrt(sum(float(piece.square().sum()) for piece in _pieces(observed, name)))
-    made = Sum(observed, columns, weights)
-    both = zip(_pieces(observed, name), _pieces(made, name), strict=True)
-    return (
-        math.sqrt(sum(float((piece - own).square().sum()) for piece, own in both)) / size if size > 0 else 0.0
-    )
+    size, made = _norm(_pieces(observed, name)), _pieces(Sum(observed, columns, weights), name)
+    left = (piece - own for piece, own in zip(_pieces(observed, name), made, strict=True))
+    return _norm(left) / size if size > 0 else 0.0
 
 
 @dataclass

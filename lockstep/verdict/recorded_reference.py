@@ -283,7 +283,7 @@ class Reference(Passes):
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
         often = called.about.scalars
-        arrived, scale, unknown, number = 1.0, 1.0, False, 0.0
+        arrived, unknown, number = 1.0, False, 0.0
         if self.loss is not None:
             tensors = self._widened(called.tensors if called.piece is None else called.piece.own)
             scalars, number, at = own_loss.computed(self.loss, output, tensors, called.piece)
@@ -295,7 +295,7 @@ class Reference(Passes):
             begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
             begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
             torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
-            scale = called.about.scale
+            arrived = called.about.scale
             loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
         elif loss is not None:
             if called.piece is not None and called.piece.labels is None:
@@ -334,7 +334,7 @@ class Reference(Passes):
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
-        found = self._gradients_of_loss(called, arrived * scale, terms if free is None else {})
+        found = self._gradients_of_loss(called, arrived, terms if free is None else {})
         names = {number: name for name, number in (self.calls_of_topk or {}).items()}
         choices = {
             names.get(number) or f"{names[number + 1]} (groups)": Choice(
