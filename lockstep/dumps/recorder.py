@@ -7,6 +7,7 @@
     RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
+        forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
@@ -29,6 +30,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +351,9 @@ class Recorder:
             return None
         if self.updating:  # a closure that was called again
             return None
+        of_modules: set[int] = set()
         if self.hooks is not None:
+            of_modules |= self.hooks.returned.keys()
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
         if loss is not None and loss.requires_grad and logits is None:
@@ -359,6 +363,8 @@ class Recorder:
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
+            if tensor.ndim and id(tensor) not in of_modules and fnmatchcase("returned", self.modules):
+                self._see_module(f"forward/{number}/returned.{name}", tensor)
             assert own.grad_fn is not None
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(

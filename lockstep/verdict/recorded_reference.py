@@ -279,6 +279,11 @@ class Reference(Passes):
             if not of_means:
                 output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = tensors_of(output)
+        recorded = self.recording.steps[self.step - 1][called.ranks[0]].places
+        for name, one in returned.items():
+            place = f"forward/{called.number}/returned.{name}"
+            if place in recorded:
+                self.keep(place, one)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
