@@ -345,6 +345,7 @@ print("trained to the end")
 """
 
 
+IN_PARTS = "clip, own = torch.nn.utils.clip_grad_norm_, list(net.parameters()); clip(own[:1], 0.05); clip(own[1:], 0.1)"
 # A part is looked at before the model is trained.
 PART = """
 import torch
@@ -498,8 +499,32 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
         (
             {"loss": MEAN, "then": "[torch.nn.utils.clip_grad_norm_(one, 0.1) for one in net.parameters()]"},
             [],
-            2,
-            "was clipped 3 times",
+            0,
+            "clipped in 3 of 3 parts by the norm of each",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; clip(own[:1], 0.01)"},
+            [],
+            0,
+            "clipped in 3 of 3 parts by the norm of each",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; own[0].grad *= 1.01"},
+            [],
+            1,
+            "1 of 3 gradients are too far from the reference",
+        ),
+        (
+            {"loss": MEAN, "then": IN_PARTS.replace("own[1:]", "own[1:2]")},
+            [],
+            1,
+            "2 of 3 parameters with a gradient were clipped, and not head.bias",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; clip(own[:1], 0.01, norm_type=3.0)"},
+            [],
+            1,
+            "the gradient was clipped by a norm of",
         ),
         (
             {"loss": "net(ids, targets)"},

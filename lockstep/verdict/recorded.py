@@ -195,19 +195,22 @@ class _Step:
         modules_wrong = self._compute(weights)
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
+        self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
         columns = self._columns(self.exact)
-        made_of = functools.partial(Sum, self.gradients, columns)
-        fitted = normalisation.fit(self.gradients, columns)
-        yardstick = Sum(self.gradients, self._columns(near), fitted.weights)
+        made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
+        fitted = normalisation.fit(self.gradients, columns, self.clipped)
+        yardstick = Sum(self.gradients, self._columns(near), fitted.weights, self.clipped)
         self.of_ranks.judge_samples()
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
-            again = normalisation.fit(yardstick, columns)
+            again = normalisation.fit(yardstick, columns, self.clipped)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, self.clipped, beside
+            )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
         right = made_of(weights_of)
@@ -219,17 +222,17 @@ class _Step:
             self._judge_rounding(after_modules)
         return nominal, after_modules
 
-    def _leave_loss_out(self) -> float:
-        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norm of their gradients."""
+    def _leave_loss_out(self) -> dict[str, float]:
+        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
         if any(one.loss is not None for one in self.exact):
-            return 0.0
+            return {}
         used = {name for one in self.exact for name in one.gradients}
         every, alone = self.gradients, [name for name in self.gradients if name not in used]
         if not used or not alone:
-            return 0.0
+            return {}
         self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
         self.alone_in_loss = [name for name in alone if every[name].any()]
-        return math.hypot(*(float(every[name].double().norm()) for name in alone))
+        return {name: float(every[name].double().norm()) for name in alone}
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """(what modules returned for a micro batch and what arrived there, the choices among it)."""
@@ -307,7 +310,7 @@ class _Step:
             self.alone.add(called, *self._recorded(called), right, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
-        rows = self.alone.judge(self.gradients, nominal if known else None)
+        rows = self.alone.judge(self.gradients, nominal if known else None, self.clipped)
         self.verdict.alone = rows
         self._say_gradients()
         first = next((row for row in rows if row.too_far), None)
@@ -364,7 +367,7 @@ class _Step:
         if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
         kept = Lazy(self.gradients, lambda name: self.of_ranks.whole(last, f"gradient/{name}").double())
-        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
+        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept], self.clipped)
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
                 0,

@@ -90,7 +90,8 @@ class Ranks:
         if numbers[0] != numbers[1]:
             return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
         if self._only_clipped_otherwise(first.rank, rank, name):
-            return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
+            norms = [next(clip.norm for clip in one.clips if clip.has(name)) for one in (first, about)]
+            return f"; they were clipped by different norms, {norms[0]:.7g} and {norms[1]:.7g}"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
@@ -98,14 +99,14 @@ class Ranks:
 
     def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
         """Whether what two ranks have of a gradient differs by their factors of clipping."""
-        if any(len(self.ranks[one].clips) != 1 for one in (first, rank)):
+        if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
             return False
         before = []
         for one in (first, rank):
             part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
             if part is None:
                 return False
-            before.append(part.double() / self.ranks[one].clips[0].factor)
+            before.append(part.double() / self.ranks[one].clipped(name))
         if before[0].shape != before[1].shape:
             return False
         return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
@@ -222,7 +223,6 @@ class Ranks:
         for rank, about in self.ranks.items():
             micro = len(about.micro_batches)
             for clip in about.clips:
-                without = sorted(gradients.keys() - clip.parameters)
                 if clip.after is not None and clip.after < micro:
                     wrong.append(
                         f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
@@ -231,11 +231,12 @@ class Ranks:
                 if clip.too_late:
                     wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                     return True
-                if clip.parameters and without and len(about.clips) == 1:
-                    wrong.append(
-                        f"{len(clip.parameters)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
-                    )
-                    return True
+            without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
+            if about.clips and without:
+                wrong.append(
+                    f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
+                )
+                return True
         return False
 
     def judge_samples(self) -> None:
