@@ -346,6 +346,8 @@ print("trained to the end")
 
 
 IN_PARTS = "clip, own = torch.nn.utils.clip_grad_norm_, list(net.parameters()); clip(own[:1], 0.05); clip(own[1:], 0.1)"
+CLIP = "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+BY_VALUE = "from torch.nn.utils import clip_grad_value_ as cut; cut(net.parameters(), 0.001)"
 # A part is looked at before the model is trained.
 PART = """
 import torch
@@ -519,6 +521,26 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             [],
             1,
             "2 of 3 parameters with a gradient were clipped, and not head.bias",
+        ),
+        ({"loss": MEAN, "then": BY_VALUE}, [], 0, "elements of gradients were clipped"),
+        ({"loss": MEAN, "then": f"{CLIP}; {BY_VALUE}"}, [], 0, "elements of gradients were clipped"),
+        (
+            {"loss": MEAN, "then": f"net.head.weight.grad *= 1.01; {BY_VALUE}"},
+            [],
+            1,
+            "1 of 3 gradients are too far from the reference",
+        ),
+        (
+            {"loss": MEAN, "then": f"{BY_VALUE}; net.head.weight.grad *= 1.01"},
+            [],
+            1,
+            "gradient/head.weight is not what is left of it when elements are clipped to 0.001",
+        ),
+        (
+            {"loss": MEAN, "then": f"{BY_VALUE}; {CLIP}"},
+            [],
+            2,
+            "was clipped by value and then by a norm",
         ),
         (
             {"loss": MEAN, "then": f"{IN_PARTS}; clip(own[:1], 0.01, norm_type=3.0)"},

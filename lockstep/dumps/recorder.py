@@ -121,6 +121,7 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self.removing += patches.see_clipping(self.model, self.see_clip)
+        self.removing += patches.see_value_clipping(self.see_value_clip)
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         # What is recorded of a step that is skipped begins anew.
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
@@ -198,12 +199,29 @@ class Recorder:
             self.clips.append(clip)
         clip["beside"] = math.hypot(clip["beside"], beside)
         clip["parameters"] += names
-        clip["too_late"] = any(
-            name in group["params"]
-            for one in self.optimizers
-            for group in one["groups"]
-            for name in names or all_names  # an optimizer in the backward pass has set gradients to None
-        )
+        # An optimizer in the backward pass has set gradients to None.
+        clip["too_late"] = self._have_stepped(names or list(all_names))
+
+    @_harmless
+    def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:
+        given = {id(one) for one in parameters}
+        own = {
+            name: one.grad
+            for name, one in tree.named_parameters(self.model).items()
+            if id(one) in given and one.grad is not None
+        }
+        for name, gradient in own.items():
+            if f"unclipped/{name}" not in self.kept.places:
+                self.kept.keep_shard(f"unclipped/{name}", gradient)
+        if own:
+            about = {"max_norm": bound, "norm": 0.0, "by_value": True, "parameters": list(own)}
+            about |= {"after": len(self.micro), "too_late": self._have_stepped(list(own))}
+            self.clips.append(about)
+
+    def _have_stepped(self, names: list[str]) -> bool:
+        """Whether the optimizer of any of these parameters has stepped."""
+        held = (group["params"] for one in self.optimizers for group in one["groups"])
+        return any(name in params for params in held for name in names)
 
     def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A loop may skip a step whose norm is too large."""

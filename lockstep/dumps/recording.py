@@ -63,6 +63,7 @@ class MicroBatch(Strict):
 class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
+    by_value: bool = False  # each element, to at most max_norm
     later: bool = False  # after the gradients were recorded
     too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
@@ -72,7 +73,7 @@ class Clip(Strict):
     @property
     def factor(self) -> float:
         """By which gradients are multiplied."""
-        return clip_by(self.max_norm, self.norm)
+        return 1.0 if self.by_value else clip_by(self.max_norm, self.norm)
 
     def has(self, name: str) -> bool:
         return self.parameters is None or name in self.parameters

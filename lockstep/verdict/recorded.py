@@ -145,7 +145,7 @@ class _Step:
                 "if that is meant, let the module's forward method do it"
             )
         ranks.judge_clips()
-        self.gradients = gradients
+        self.gradients = ranks.before_clipping_by_value(gradients)
         verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.gradients)
         copies = sum(one.strangers for one in self.ranks[0].optimizers)

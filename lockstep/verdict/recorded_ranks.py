@@ -13,7 +13,7 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_update import and_more
 
-KINDS = {"weight": "weights", "gradient": "gradients"}
+KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
@@ -52,6 +52,26 @@ class Ranks:
         """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
+
+    def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
+        """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
+        clips = self.ranks[0].clips
+        by_value = [one for one in clips if one.by_value]
+        if not by_value:
+            return gradients
+        if not clips[-1].by_value:
+            raise UserError(
+                f"the gradient of step {self.verdict.step} was clipped by value and then by a norm, which cannot be judged; clip in one way"
+            )
+        before = self.agreed("unclipped")
+        for name, gradient in before.items():
+            bound = min(one.max_norm for one in by_value if one.has(name))
+            if not torch.equal(gradients[name], gradient.clamp(-bound, bound)):
+                self.verdict.wrong.append(
+                    f"gradient/{name} is not what is left of it when elements are clipped to {bound:.7g}"
+                )
+        self.verdict.notes.append("elements of gradients were clipped: the gradients before are judged")
+        return Lazy(gradients, lambda name: before[name] if name in before else gradients[name])
 
     def norm_of_steps(self, names: Collection[str]) -> float:
         """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
@@ -125,7 +145,9 @@ class Ranks:
 
     def judge_clips(self) -> None:
         """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
-        (first, mine), *others = ((rank, about.clips) for rank, about in self.ranks.items())
+        (first, mine), *others = (
+            (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
+        )
         for rank, clips in others:
             for own, other in zip(mine, clips, strict=False):
                 if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):

@@ -275,7 +275,7 @@ class Weighed:
 
     def _judge_clips(self, weights: torch.Tensor) -> None:
         """Each norm that the run clipped by, against that of the reference's gradients. `weights` are those of the gradient before."""
-        clips = self.ranks[0].clips
+        clips = [one for one in self.ranks[0].clips if not one.by_value]
         whole = self.made_of(weights)
         sizes = {name: _Size(tensor) for name, tensor in whole.items() if clips and tensor.numel()}
         until_then = dict.fromkeys([*whole, *self.beside], 1.0)
