@@ -81,9 +81,10 @@ class Replay:
         building = self._building()
         own = building.parameters
         for name in names:
-            weight = self._cast(self.weights[name], exact)
-            own[name] = torch.nn.Parameter(weight.clone())
-            gradient = self.gradients[name].to(weight.dtype) * (self.clipped * (1 + moved))
+            weight = self.weights[name]
+            dtype = torch.float64 if exact and weight.is_floating_point() else weight.dtype
+            own[name] = torch.nn.Parameter(weight.to(dtype, copy=True))
+            gradient = self.gradients[name].to(dtype, copy=True).mul_(self.clipped * (1 + moved))
             # SparseAdam updates the rows that have a gradient
             own[name].grad = gradient.to_sparse(1) if self.kind is torch.optim.SparseAdam else gradient
         with _understood():
@@ -91,6 +92,8 @@ class Replay:
             with _one_process(), Float64() if exact else contextlib.nullcontext():
                 before = torch.get_rng_state()
                 optimizer.step()
+            for parameter in own.values():
+                parameter.grad = None
             if not torch.equal(before, torch.get_rng_state()):
                 raise CannotStep("it draws random numbers")
         return Stepped(optimizer, own)
