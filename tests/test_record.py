@@ -221,6 +221,31 @@ def test_what_a_script_computes_with_is_what_it_had(tmp_path, capsys):
     assert "ends the program" in capsys.readouterr().err
 
 
+def test_a_class_of_a_notebook_has_no_file(tmp_path):
+    loop = """
+import torch, lockstep
+class Own(torch.nn.Linear):
+    pass
+net = {kind}(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with lockstep.record(net, "{output}"):
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+    right, wrong = (
+        subprocess.run(
+            [sys.executable, "-c", loop.format(kind=kind, output=tmp_path / kind)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        for kind in ("torch.nn.Linear", "Own")
+    )
+    assert right.returncode == 0, right.stderr
+    assert judge.main([str(tmp_path / "torch.nn.Linear")]) == 0
+    assert "__main__.Own: no file has this class by its name" in wrong.stderr
+
+
 def test_the_trainer_of_hugging_face(tmp_path, capsys):
     """Through the real thing: torchrun, two ranks, the script as it is."""
     script = ROOT / "examples" / "record" / "trainer.py"

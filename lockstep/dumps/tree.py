@@ -169,7 +169,8 @@ class Describing:
             for name, one in vars(main).items()
             if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
         }
-        if not own:
+        path = script_that_runs()
+        if not own or not path.is_file():
             return {}
         values: TREE = {}
 
@@ -183,7 +184,6 @@ class Describing:
                 values[name] = self.value(value, f"script.{name}")
             return name in values
 
-        path = script_that_runs()
         Script(path, path.read_bytes()).needed(own, has_value)
         return {str(path): {"package": main.__package__, "values": values}}
 
@@ -298,11 +298,14 @@ def name_of(value: Any) -> str:
 
 
 def script_that_runs() -> Path:
-    return Path(sys.modules["__main__"].__file__ or "").absolute()
+    """Of a notebook, and of Python's -c, the path is no file's."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute()
 
 
 def _found(value: Any) -> Any:
-    """What is found under a class's or function's own name, or None."""
+    """What a file has under a class's or function's own name, or None."""
+    if value.__module__ == "__main__" and not script_that_runs().is_file():
+        return None
     try:
         return _attribute(importlib.import_module(value.__module__), value.__qualname__)
     except (AttributeError, ImportError, ValueError):
