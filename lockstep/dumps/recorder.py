@@ -292,6 +292,11 @@ class Recorder:
             self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
         self.scale = 1.0  # until a GradScaler scales its loss
+        self._begin_micro_batch(given, noted)
+
+    def _begin_micro_batch(self, given: dict[str, Any], noted: dict[str, Any]) -> None:
+        """`given` is what the model is called with, `noted` what the loop has said beside it."""
+        assert self.hooks is not None
         number = len(self.micro)
         if number == 0:
             own = tree.named_parameters(self.model)
@@ -325,6 +330,12 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
+        self._keep_inputs(number, about, given, noted)
+        self.micro.append(about)
+
+    def _keep_inputs(
+        self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
+    ) -> None:
         found, structure = tree_flatten_with_path(given)
         inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
         about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
@@ -342,7 +353,6 @@ class Recorder:
                 about["plain"][name] = value
             else:
                 about["left_out"].append(f"{name} is a {type(value).__name__}")
-        self.micro.append(about)
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by the names of its own parameters."""
