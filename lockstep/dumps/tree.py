@@ -114,6 +114,7 @@ class Describing:
         self.objects: dict[int, int] = {}
         self.kept: list[object] = []  # so that no id is given twice
         self.left_out: list[str] = []
+        self.hooks: list[str] = []  # of torch.nn.utils, which compute a weight before each call
         self.attributes: dict[str, torch.Tensor] = {}
 
     def module(self, module: torch.nn.Module, name: str) -> TREE:
@@ -130,8 +131,10 @@ class Describing:
             kind, values = deepspeed_layers.before(module)
         attributes = self.values(values, name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
-        self.left_out += [
-            f"{name}: the hook {one.__name__}" for one in hooks if one.__module__.startswith("torch.nn.utils")
+        self.hooks += [
+            f"{one.__name__} of {name or 'the model'}"
+            for one in hooks
+            if one.__module__.startswith("torch.nn.utils")
         ]
         if vars(module).get("_is_expert_parallel"):
             # Of transformers: the number is that of this rank's experts.
@@ -332,7 +335,7 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
     found_in = str(Path(sys.path[0]).absolute())  # modules beside the script
-    more = {"left_out": describing.left_out, "path": found_in, "scripts": scripts}
+    more = {"left_out": describing.left_out, "hooks": describing.hooks, "path": found_in, "scripts": scripts}
     return {**tree, **more}, {**buffers, **attributes}
 
 
@@ -462,6 +465,10 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
     Raises UserError for a class or an attribute that is not there any more.
     """
+    if tree["hooks"]:
+        raise UserError(
+            f"the weight that the hook {tree['hooks'][0]} computes before each call cannot be computed again; use torch.nn.utils.parametrizations"
+        )
     building = Building(tensors, tree["scripts"])
     user_file.search(Path(tree.get("path", ".")))
     try:
