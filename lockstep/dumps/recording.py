@@ -130,6 +130,10 @@ class Step(Strict):
         """What clipping multiplied the recorded gradient of a parameter with."""
         return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
 
+    def is_early(self, clip: Clip) -> bool:
+        """Whether it came before the last micro batch."""
+        return clip.after is not None and clip.after < len(self.micro_batches)
+
     @property
     def of_model(self) -> set[str]:
         """The parameters of this rank's model."""

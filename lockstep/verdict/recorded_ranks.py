@@ -38,6 +38,9 @@ class Ranks:
         if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
             self.reduced_later, differ = True, []
         if differ:
+            if kind == "gradient":
+                # A norm over gradients that are not reduced makes the others differ, too.
+                differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
             (name, rank), more = differ[0], len(differ) - 1
             others = f", and {more} more" if more else ""
             why = self._why(rank, name) if kind == "gradient" else ""
@@ -103,13 +106,11 @@ class Ranks:
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
-        about, key = self.ranks[rank], f"gradient/{name}"
-        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
-        first = next(one for one in (*alike, self.ranks[0]) if one is not about)
+        about, first = self.ranks[rank], self._first_alike(rank, name)
         numbers = len(first.micro_batches), len(about.micro_batches)
         if numbers[0] != numbers[1]:
             return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
-        if self._only_clipped_otherwise(first.rank, rank, name):
+        if self._only_clipped_otherwise(name, rank):
             norms = [next(clip.norm for clip in one.clips if clip.has(name)) for one in (first, about)]
             return f"; they were clipped by different norms, {norms[0]:.7g} and {norms[1]:.7g}"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
@@ -117,8 +118,15 @@ class Ranks:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
         return f"; they were not reduced over ranks {first.rank} and {rank}, or not all of them"
 
-    def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
-        """Whether what two ranks have of a gradient differs by their factors of clipping."""
+    def _first_alike(self, rank: int, name: str) -> Step:
+        """The first other rank that holds the same of a gradient."""
+        about, key = self.ranks[rank], f"gradient/{name}"
+        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
+        return next(one for one in (*alike, self.ranks[0]) if one is not about)
+
+    def _only_clipped_otherwise(self, name: str, rank: int) -> bool:
+        """Whether what a rank and the first other one have of a gradient differs by their factors of clipping."""
+        first = self._first_alike(rank, name).rank
         if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
             return False
         before = []
@@ -144,7 +152,12 @@ class Ranks:
         return place[0] == place[1] and shards[0] != shards[1]
 
     def judge_clips(self) -> None:
-        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
+        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
+
+        Of a gradient that was not complete yet, they have other norms for this reason.
+        """
+        if any(one.is_early(clip) for one in self.ranks.values() for clip in one.clips):
+            return
         (first, mine), *others = (
             (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
         )
@@ -245,7 +258,7 @@ class Ranks:
         for rank, about in self.ranks.items():
             micro = len(about.micro_batches)
             for clip in about.clips:
-                if clip.after is not None and clip.after < micro:
+                if about.is_early(clip):
                     wrong.append(
                         f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
                     )

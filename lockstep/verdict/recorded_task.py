@@ -192,8 +192,10 @@ def _trials(
         found["mask"] = (masked, ~masked, what)
     for name, first in _second_documents(called, masked).items():
         how = "restart" if name == "position_ids" else "change"
-        what = f"documents that are packed in a row see each other: logits behind position {first}, where {name} {how}, depend on tokens before it"
-        found["documents"] = (places < first, (places >= first) & ~masked, what)
+        row = int((first > 0).nonzero()[0])
+        what = f"documents that are packed in a row see each other: logits behind position {int(first[row])}, where {name} {how}, depend on tokens before it"
+        later = (places >= first[:, None]) & (first[:, None] > 0)
+        found["documents"] = (places < first[:, None], later & ~masked, what)
     if targets is not None and _is_ahead(tokens, targets, 1):
         place = int((targets >= 0).nonzero()[:, 1].median())
         what = f"the logits depend on the tokens that they must give: those up to position {place} on later tokens"
@@ -201,8 +203,8 @@ def _trials(
     return found
 
 
-def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, int]:
-    """The first position at which a document begins in all rows of a micro batch, by the input that says so, if it says it."""
+def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The position of each row at which its second document begins, 0 if it has one alone, by the input that says so, if it says it."""
     found = {}
     for name, one in called.tensors.items():
         if one.shape != masked.shape or one.is_floating_point():
@@ -213,7 +215,7 @@ def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, int]:
             begins = one[:, 1:] != one[:, :-1]
         else:
             continue
-        places = (begins & ~masked[:, 1:] & ~masked[:, :-1]).all(0).nonzero()
-        if len(places):
-            found[name] = int(places[0]) + 1
+        begins &= ~masked[:, 1:] & ~masked[:, :-1]
+        if begins.any():
+            found[name] = torch.where(begins.any(1), begins.long().argmax(1) + 1, 0)
     return found
