@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import pieces, tree
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.optimizers import clip_by
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -63,17 +62,13 @@ class MicroBatch(Strict):
 class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
+    factor: MayBreakDown  # by which gradients are multiplied
     by_value: bool = False  # each element, to at most max_norm
     later: bool = False  # after the gradients were recorded
     too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
     beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
-
-    @property
-    def factor(self) -> float:
-        """By which gradients are multiplied."""
-        return 1.0 if self.by_value else clip_by(self.max_norm, self.norm)
 
     def has(self, name: str) -> bool:
         return self.parameters is None or name in self.parameters
