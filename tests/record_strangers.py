@@ -699,6 +699,34 @@ class ClippedByHand(Own):
 # What a loop makes of outputs and gradients.
 
 
+class Bfloat16Clipped(Own):
+    """The norm is a number of bfloat16, and so is what gradients are multiplied with."""
+
+    def made(self):
+        return Heads().bfloat16()
+
+    def sample(self, generator):
+        values, *labels = super().sample(generator)
+        return values.bfloat16(), *labels
+
+    def clip(self):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+class Entropy(Own):
+    """A cross-entropy with a bonus for entropy, which is nearer to some label smoothing than to none."""
+
+    def made(self):
+        return nn.Linear(6, 40)
+
+    def sample(self, generator):
+        return vectors(generator), classes(generator, 40)
+
+    def own_loss(self, given):
+        logits = self.wrapped(given[0]).log_softmax(-1)
+        return F.nll_loss(logits, given[1]) + 0.01 * (logits.exp() * logits).sum(-1).mean()
+
+
 class OfTasks(Own):
     """The gradients of each task are looked at before the backward pass, as where they are kept from conflicting."""
 
@@ -875,6 +903,13 @@ class PartNotInDDP(PartInDDP):
         pass
 
 
+class PartNotInDDPClipped(PartNotInDDP):
+    """By other norms on each rank, so all gradients differ; one part of them does before, too."""
+
+    def clip(self):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
 class SparseApart(Sparse):
     def wrap(self, net):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table.weight"])
@@ -899,6 +934,24 @@ class ShiftedTwice(Recurrent):
 
 class NotShifted(ShiftedTwice):
     ahead = 0
+
+
+class ClippedEachTime(Own):
+    def backward(self, loss):
+        super().backward(loss)
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+class EpsilonByRank(Own):
+    """One layer's epsilon is another on one rank."""
+
+    def made(self):
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8, eps=0.1 if self.rank else 1e-5), nn.Linear(8, 3)
+        )
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
 class StepsTwice(Own):
@@ -1546,6 +1599,31 @@ class Documents(Words):
 class DocumentsMixed(Documents):
     def made(self):
         return Causal(1)
+
+
+class DocumentsMixedElsewhere(DocumentsMixed):
+    """They begin elsewhere in each row, and one row has one alone."""
+
+    def sample(self, generator):
+        tokens, mask, _ = super().sample(generator)
+        return tokens, mask, (torch.arange(8) > torch.tensor([3, 2, 8, 1])[:, None]).long()
+
+
+class Scores(Words):
+    """A score of each row, which is that of its last token."""
+
+    def own_loss(self, given):
+        tokens, mask, documents = given
+        scores = self.wrapped(tokens, mask, documents)[..., 0].gather(1, self.last(mask)[:, None])
+        return -F.logsigmoid(scores[:2] - scores[2:]).mean()
+
+    def last(self, mask):
+        return mask.sum(1) - 1
+
+
+class ScoresOfPadding(Scores):
+    def last(self, mask):
+        return torch.full((4,), 7)
 
 
 class Causal(nn.Module):

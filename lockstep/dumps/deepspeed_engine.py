@@ -66,9 +66,7 @@ def watch(recorder: Recorder) -> bool:
     def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
         parameters = list(parameters)
         norm = real_clip(parameters, max_norm, *arguments, **options)
-        recorder.see_clip(
-            parameters, float(max_norm), float(norm), clip_by(float(max_norm), float(norm))
-        )
+        recorder.see_clip(parameters, float(max_norm), float(norm), clip_by(float(max_norm), float(norm)))
         return norm
 
     recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]

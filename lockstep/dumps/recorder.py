@@ -56,7 +56,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 2
+FORMAT = 3
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
@@ -184,9 +184,7 @@ class Recorder:
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     @_harmless
-    def see_clip(
-        self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float
-    ) -> None:
+    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float) -> None:
         own, given = tree.named_parameters(self.model), {id(one) for one in parameters}
         all_names = {name: one for name, one in own.items() if id(one) in given}
         names = [name for name, one in all_names.items() if one.grad is not None]
@@ -572,6 +570,7 @@ class Recorder:
             "data_parallel": parallelism.data_parallel(self.model),
             "groups": parallelism.groups(),
             "frozen": self.frozen,
+            "attributes": self.attributes,
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,

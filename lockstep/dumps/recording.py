@@ -109,6 +109,7 @@ class Step(Strict):
     data_parallel: list[Whole]
     groups: list[list[Whole]] = []  # of ranks that communicate
     frozen: list[Name]  # parameters that require no gradient
+    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, as they were when the recording began
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]

@@ -293,10 +293,14 @@ class _Step:
         recorded_task.judge_replicas(self.verdict, exact, self.micro)
         before = len(self.verdict.wrong)
         wrong = modules.close()
-        first = next((row.name for row in modules.rows.values() if row.too_far), "")
-        if self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/"):
-            name = first.replace("/", "/0/", 1)
-            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, name)
+        first = next((row for row in modules.rows.values() if row.too_far), None)
+        if first is not None and first.which_pass == "forward":
+            why = self.of_ranks.unlike(
+                first.name.removeprefix("forward/"), [rank for rank, far in first.ranks.items() if far]
+            )
+            if not why and self.verdict.pieces == 1 and self.verdict.step == 1:
+                why = recorded_pieces.explain(exact, self.micro, first.name.replace("/", "/0/", 1))
+            self.verdict.wrong[before:before] = why
         return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:

@@ -151,6 +151,15 @@ class Ranks:
         ]
         return place[0] == place[1] and shards[0] != shards[1]
 
+    def unlike(self, module: str, ranks: list[int]) -> list[str]:
+        """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
+        return [
+            f"{name.replace(':', '.')} of ranks 0 and {rank} differ, {value} and {self.ranks[rank].attributes[name]}, so they compute otherwise"
+            for rank in ranks
+            for name, value in self.ranks[0].attributes.items()
+            if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value
+        ][:1]
+
     def judge_clips(self) -> None:
         """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
 

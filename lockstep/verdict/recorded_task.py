@@ -32,6 +32,8 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
         if found.mean.targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, reference, called, ids, found)
+        elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
+            _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
             _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
         if len(verdict.wrong) > before:
@@ -109,13 +111,31 @@ def _judge_targets(
                 return
     mask = _mask(called, ids)
     if mask:
-        padding = called.tensors[mask] == 0
-        after = torch.cat([padding[:, 1:], padding[:, -1:]], 1)
-        trained = int(((targets >= 0) & padding & after).sum())
+        trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
         if trained:
             verdict.wrong.append(
                 f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({where})"
             )
+
+
+def _judge_padding(verdict: StepVerdict, called: Called, ids: str) -> None:
+    """Where the loop makes a loss of its own, whatever it is, no gradient arrives at what the model returned for padding."""
+    mask = _mask(called, called.tensors[ids])
+    if not mask:
+        return
+    padding = _only_padding(called.tensors[mask])
+    for name, gradient in called.arrived.items():
+        if gradient.shape[:2] == padding.shape and gradient[padding].any():
+            verdict.wrong.append(
+                f"the loss depends on returned.{name} at padding, which {mask} leaves out (in micro batch {called.number} of rank {called.ranks[0]})"
+            )
+            return
+
+
+def _only_padding(mask: torch.Tensor) -> torch.Tensor:
+    """Where no token is and none follows: the last place of padding on the left may give the first token."""
+    padding = mask == 0
+    return padding & torch.cat([padding[:, 1:], padding[:, -1:]], 1)
 
 
 def _mask(called: Called, ids: torch.Tensor) -> str:
