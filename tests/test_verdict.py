@@ -16,11 +16,11 @@ from lockstep.verdict.judgement import (
     LIMIT,
     ROUNDOFF,
     Judgement,
+    is_vector_gradient,
     is_zero,
     measure,
     own_update_tolerance,
     tolerance,
-    is_vector_gradient,
     typical_error,
     yardstick_tolerance,
 )

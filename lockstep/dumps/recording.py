@@ -126,9 +126,11 @@ class Step(Strict):
         """What clipping multiplied the recorded gradient of a parameter with."""
         return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
 
-    def is_early(self, clip: Clip) -> bool:
-        """Whether it came before the last micro batch."""
-        return clip.after is not None and clip.after < len(self.micro_batches)
+    @property
+    def clipped_early(self) -> int | None:
+        """After how many micro batches a gradient was clipped that was not complete."""
+        micro = len(self.micro_batches)
+        return next((one.after for one in self.clips if one.after is not None and one.after < micro), None)
 
     @property
     def of_model(self) -> set[str]:

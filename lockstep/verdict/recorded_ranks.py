@@ -165,7 +165,7 @@ class Ranks:
 
         Of a gradient that was not complete yet, they have other norms for this reason.
         """
-        if any(one.is_early(clip) for one in self.ranks.values() for clip in one.clips):
+        if any(one.clipped_early is not None for one in self.ranks.values()):
             return
         (first, mine), *others = (
             (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
@@ -265,16 +265,15 @@ class Ranks:
         """Whether the gradient was clipped before it was complete, or only a part of it."""
         wrong = self.verdict.wrong
         for rank, about in self.ranks.items():
-            micro = len(about.micro_batches)
-            for clip in about.clips:
-                if about.is_early(clip):
-                    wrong.append(
-                        f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
-                    )
-                    return True
-                if clip.too_late:
-                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
-                    return True
+            micro, early = len(about.micro_batches), about.clipped_early
+            if early is not None:
+                wrong.append(
+                    f"rank {rank} clipped after micro batch {early - 1} of {micro}: the gradient was not complete"
+                )
+                return True
+            if any(clip.too_late for clip in about.clips):
+                wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
+                return True
             without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
             if about.clips and without:
                 wrong.append(
