@@ -91,8 +91,8 @@ def _not_linear(
     again = reference.compute(called, told)
     if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
-            "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
-            "record a run without them"
+            "two passes of the recorded model over one micro batch differ: it draws random numbers or changes its own weights, "
+            "so no reference can follow it; record a run in which it does neither"
         )
     return name
 
