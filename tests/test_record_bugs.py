@@ -16,8 +16,8 @@ MEANS = "that of the mean of the micro batches' means"
 DP = "the world size or the number of data-parallel ranks"
 ONE_OF_DP = "1 / the world size or 1 / the number of data-parallel ranks"
 GROUPS = "the number of data-parallel ranks or the ranks that see the same samples"
-ALL = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1, and 13 more"
-SHARED = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1, and 10 more"
+ALL = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 13 more"
+SHARED = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 10 more"
 UNREDUCED = "they were not reduced over ranks 0 and 1, or not all of them"
 NAMED, UNEXPLAINED = True, False
 NORM = "gradient/model.norm.weight"
@@ -173,7 +173,7 @@ BUGS = {
         "",
     ),
     "FrozenByZeroing": (
-        "step 1: 1 of 14 gradients are too far from the reference, most of all model.norm.weight",
+        "step 1: 1 of 14 gradients is too far from the reference, model.norm.weight",
         UNEXPLAINED,
         {NORM},
         "",
@@ -446,7 +446,7 @@ BUGS = {
         "huggingface/transformers/36132",
     ),
     "MeshWrongGroup": (
-        "step 1: gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 2, and 13 more; they were not reduced over ranks 0 and 2, or not all of them",
+        "step 1: gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 2 and 13 more; they were not reduced over ranks 0 and 2, or not all of them",
         NAMED,
         "the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 2)",
         "",

@@ -51,6 +51,11 @@ function shareText(share) {
   return share < 1e6 ? Number(share.toPrecision(2)).toLocaleString("en") : share.toExponential(1);
 }
 
+/** The batch, whose numbers are equal or not. */
+function isBatch(name) {
+  return kindOf(page.names[name]) === "batch";
+}
+
 /** The tables with an index from names to places, and what is known of each place. */
 const tables = page.tables.map((table) => {
   const places = new Map(table.names.map((name, place) => [name, place]));
@@ -59,6 +64,7 @@ const tables = page.tables.map((table) => {
     ...table,
     has: (name) => places.has(name),
     row(name) {
+      const batch = isBatch(name);
       const place = places.get(name);
       if (place === undefined) return null;
       const of = (column) => table.columns[column][place];
@@ -66,11 +72,14 @@ const tables = page.tables.map((table) => {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
         share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
-        where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
+        batch, where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
       };
     },
   };
 });
+
+const [BY_ITSELF, FROM_BATCH] = Object.keys(page.ways);
+const wayOf = (alone) => (alone ? BY_ITSELF : FROM_BATCH);
 
 /** What a view is called: its label, and its name where several have the label. */
 function labelOf(number) {
@@ -86,6 +95,20 @@ const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.r
 /** Whether a module by itself shows that a tensor is wrong. Then it is wrong by itself, whatever is wrong before it. */
 function isAlone(view, step, tensor) {
   return Boolean(rowOf(view, step, tensor, true)?.far);
+}
+
+/** In which way the tensors of a table were computed. */
+function wayOfTable(table) {
+  return page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone);
+}
+
+const FOLLOW = new Set(["forward", "backward", "gradient", "numbers"]); // from what is wrong before them, unless they are wrong by themselves
+
+/** [table, number of a name] of the tensors of a run that are wrong by themselves, in order; where none is known to be, of the first that is too far. */
+function wrongByThemselves(view) {
+  const far = tables.filter((table) => page.kind === "recording" || table.view === view).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
+  const itself = far.filter(([table, name]) => wayOfTable(table) === BY_ITSELF || !FOLLOW.has(kindOf(page.names[name])));
+  return (itself.length ? itself : far.slice(0, 1)).sort(([one, name], [two, other]) => one.step - two.step || name - other);
 }
 
 /** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch on. */
@@ -110,6 +133,8 @@ function worstOf(view) {
 function stateText(row) {
   if (row.excused) return "another convention";
   if (row.small) return "too small to judge";
+  if (row.batch) return row.far ? "not what was to be fed" : "as it was to be fed";
+  if (row.hidden) return `off by a factor: ${shareText(row.share)} times what one may be off by; its distance is within what is tolerated`;
   return row.far ? `too far: ${shareText(row.share)} times what is tolerated` : `${shareText(row.share)} of what is tolerated`;
 }
 

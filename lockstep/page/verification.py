@@ -14,9 +14,8 @@ from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, LIMIT, MULTIPLE, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import floors, loss_gap
+from lockstep.verdict.recorded_update import and_more
 from lockstep.verdict.result import Diagnosis, Findings, Result
-
-MOST = 1  # failures that are no tensors
 
 
 def write(
@@ -92,7 +91,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further=[*further[:MOST], *([f"{len(further) - MOST} more"] if further[MOST:] else [])],
+        further=and_more(further) if further else "",
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],

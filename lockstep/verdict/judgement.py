@@ -105,10 +105,17 @@ class Judgement:
             0.0 if self.factor is None else self.factor.multiple,
         )
 
+    @property
+    def of_factor(self) -> str:
+        """What its factor is, and whether that alone shows what is wrong; "" if it has none."""
+        within = "" if self.is_far else "; its distance is within what is tolerated"
+        return "" if self.factor is None else f"{self.factor.describe()}{within}"
+
     def describe(self) -> str:
         distance = self.distance
-        hidden = "" if self.is_far else "its distance is within rounding errors, that factor is not: "
-        factor = "" if self.factor is None else f"{self.factor.describe()}; {hidden}"
+        if distance.unequal:
+            return distance.unequal
+        factor = f"{self.of_factor}: " if self.factor else ""
         return (
             f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
@@ -129,7 +136,8 @@ def add_pictures(
     for number, row in enumerate([*far, *near]):
         side = COARSE if row.too_far and number >= FINE else SIDE
         if 0 < size_of(row) <= (LARGEST if row.too_far else LARGEST_NEAR):
-            row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side)
+            counted = row.kind == "batch"
+            row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side, counted=counted)
 
 
 class Yardstick:

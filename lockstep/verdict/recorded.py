@@ -413,7 +413,10 @@ class _Step:
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
+            others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
+            also = f"; also {' and '.join(others)}" if 0 < len(others) <= 2 else ""
+            are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
             self.verdict.wrong.append(
-                f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}"
+                f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"
+                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}{also}"
             )

@@ -38,12 +38,10 @@ class Ranks:
         if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
             self.reduced_later, differ = True, []
         if differ:
-            (name, rank), more = differ[0], len(differ) - 1
-            others = f", and {more} more" if more else ""
+            name, rank = differ[0]
+            where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
-            self.verdict.wrong.append(
-                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
-            )
+            self.verdict.wrong.append(f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}")
         if not self.streamed and not self.reduced_later:
             return found
         return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))

@@ -79,7 +79,7 @@ def described(row: Judgement, alone: Judgement | None) -> str:
 
 def briefly(row: Judgement) -> str:
     """What is wrong with a row: its factor, or else its errors."""
-    return row.describe() + times(row) if row.factor is None else row.factor.describe()
+    return row.of_factor or row.describe() + times(row)
 
 
 def judged(
