@@ -134,7 +134,7 @@ function stateText(row) {
   if (row.excused) return "another convention";
   if (row.small) return "too small to judge";
   if (row.batch) return row.far ? "not what was to be fed" : "as it was to be fed";
-  if (row.hidden) return `off by a factor: ${shareText(row.share)} times what one may be off by; its distance is within what is tolerated`;
+  if (row.hidden) return `off by a factor: ${shareText(row.share)} times what one may be off by`;
   return row.far ? `too far: ${shareText(row.share)} times what is tolerated` : `${shareText(row.share)} of what is tolerated`;
 }
 

@@ -33,8 +33,8 @@ function placeText(view, name, row) {
 function ranksText(view, step, name, row) {
   const odd = oddOf(view, step, page.names[name]);
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
-  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"} than the rank that was judged${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
-  return [row.far ? farText(view, name, row, odd.size > 0) : "", copies].filter(Boolean).join("; ");
+  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"}${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
+  return [row.far ? farText(view, name, row, odd.size > 0) : odd.size ? "the copy that was judged is right" : "", copies].filter(Boolean).join("; ");
 }
 
 function farText(view, name, row, differs) {

@@ -64,7 +64,7 @@ function onRanks(state, row) {
     return found === null ? "" : percent(found);
   };
   const error = ({ ranks, boxes }) => {
-    if (odd.has(ranks[0])) return "its copy is another";
+    if (odd.has(ranks[0])) return "not judged";
     const found = picture && boxes.length ? largestIn(picture, boxes) : null;
     if (found !== null && row.batch) return found[0] ? "not equal" : "equal";
     return found === null ? "" : found[0] === null ? "not finite" : found[0] === 0 ? "0" : `${found[1] ? "" : "at most "}${found[0].toExponential(1)}`;

@@ -18,6 +18,7 @@ from lockstep.plan.resources import free_bytes
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients, Sum
@@ -26,7 +27,7 @@ from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_ranks import Ranks
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, described, judged, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
@@ -210,6 +211,9 @@ class _Step:
             weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            terms = fitted.weights[len(self.micro) :]
+            if any(self._is_mean_of_ranks(torch.cat([known, terms])) for known in weighed.known):
+                self.of_ranks.say_mean_is_right()
         right = made_of(weights_of)
         self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
@@ -218,6 +222,21 @@ class _Step:
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
+
+    def _is_mean_of_ranks(self, weights: torch.Tensor) -> bool:
+        """Whether the gradients in which replicas differ are right in their mean, for `weights` of the micro batches' losses."""
+        names, step = self.of_ranks.differ, self.verdict.step
+        means = {
+            f"gradient/{name}": self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in names
+        }
+        if not means or self.ranks[0].clips:
+            return False
+        right, near = (Sum(self.gradients, self._columns(of), weights) for of in (self.exact, self.near))
+        own, yardstick = (
+            {key: distance_of(of(key, name), right[name]) for key, name in zip(means, names, strict=True)}
+            for of in (lambda key, _: means[key], lambda _, name: near[name])
+        )
+        return not any(row.too_far for row in judged(step, own, yardstick, means, self.precision))
 
     def _leave_loss_out(self) -> float:
         """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norm of their gradients."""

@@ -14,6 +14,7 @@ from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_update import and_more
 
 KINDS = {"weight": "weights", "gradient": "gradients"}
+NOT_REDUCED = "or not all of them"
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
@@ -24,6 +25,7 @@ class Ranks:
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
+        self.differ: list[str] = []  # gradients of which replicas have others
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -38,6 +40,7 @@ class Ranks:
         if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
             self.reduced_later, differ = True, []
         if differ:
+            self.differ = [one for one, _ in differ]  # the gradients are asked for last
             name, rank = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
@@ -50,6 +53,13 @@ class Ranks:
         """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
+
+    def say_mean_is_right(self) -> None:
+        """Of gradients that were not reduced: each rank has its own, and their mean is what it must be."""
+        self.verdict.wrong[:] = [
+            f"{one}: their mean over the ranks is right" if one.endswith(NOT_REDUCED) else one
+            for one in self.verdict.wrong
+        ]
 
     def norm_of_steps(self, names: Collection[str]) -> float:
         """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
@@ -92,7 +102,7 @@ class Ranks:
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
-        return f"; they were not reduced over ranks {first.rank} and {rank}, or not all of them"
+        return f"; they were not reduced over ranks {first.rank} and {rank}, {NOT_REDUCED}"
 
     def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
         """Whether what two ranks have of a gradient differs by their factors of clipping."""

@@ -72,7 +72,7 @@ def times(row: Judgement) -> str:
 
 def described(row: Judgement, alone: Judgement | None) -> str:
     """What is wrong with a row from the batch on, with its factor: the one of a part is known to the same row of modules by themselves."""
-    if alone is None or alone.factor is None:
+    if alone is None or alone.factor is None or not alone.of_factor:
         return row.describe() + times(row)
     return f"by itself, {alone.factor.describe()}; from the batch, {row.describe()}"
 

@@ -59,6 +59,7 @@ class Weighed:
         )
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
         # Weights of the losses, exactly as they should be; None if they are not near that
         self.nominal: torch.Tensor | None = None
 
@@ -76,6 +77,7 @@ class Weighed:
             MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"] + uncertain
         )
         tokens, divisors, candidates = self._weightings(expect)
+        self.known = [one.weights * divisors for one in candidates]
         measured = of_losses / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
