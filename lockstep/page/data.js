@@ -104,11 +104,20 @@ function wayOfTable(table) {
 
 const FOLLOW = new Set(["forward", "backward", "gradient", "numbers"]); // from what is wrong before them, unless they are wrong by themselves
 
-/** [table, number of a name] of the tensors of a run that are wrong by themselves, in order; where none is known to be, of the first that is too far. */
-function wrongByThemselves(view) {
-  const far = tables.filter((table) => page.kind === "recording" || table.view === view).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
+/** The tables of a run: a recording's views are of one. */
+function tablesOfRun(view) {
+  return tables.filter((table) => page.kind === "recording" || table.view === view);
+}
+
+/** [name, what is wrong, "" for a copy] of the tensors of a run in a step that are wrong by themselves, in order; where none is known to be, of the first
+ * that is too far. And of those of which ranks have other copies: what is made of them differs, too, so only those of the first kind. */
+function wrongByThemselves(view, step) {
+  const far = tablesOfRun(view).filter((table) => table.step === step).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
   const itself = far.filter(([table, name]) => wayOfTable(table) === BY_ITSELF || !FOLLOW.has(kindOf(page.names[name])));
-  return (itself.length ? itself : far.slice(0, 1)).sort(([one, name], [two, other]) => one.step - two.step || name - other);
+  const found = (itself.length ? itself : far.slice(0, 1)).sort(([, one], [, two]) => one - two).map(([table, name]) => [page.names[name], table.row(name).said || errorText(table.row(name))]);
+  const copies = page.views[view].differing.filter(([at]) => at === step).map(([, name]) => name);
+  const further = copies.filter((name) => kindOf(name) === kindOf(copies[0]) && !found.some(([one]) => one === name));
+  return [...found, ...further.map((name) => [name, ""])];
 }
 
 /** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch on. */

@@ -42,9 +42,7 @@ function sayWhere(section, view) {
   const number = page.names.indexOf(name);
   const list = section.querySelector("dl");
   const pair = (title, ...said) => el("div", {}, el("dt", {}, title), el("dd", {}, ...said));
-  const own = wrongByThemselves(view).filter(([table]) => table.step === step).map(([, one]) => page.names[one]);
-  const copies = page.views[view].differing.filter(([at]) => at === step).map(([, one]) => one);
-  const also = [...new Set([...own, ...copies])].filter((one) => one !== name);
+  const also = wrongByThemselves(view, step).map(([one]) => one).filter((one) => one !== name);
   const more = also.length > ALSO ? ` and ${also.length - ALSO} more` : "";
   if (also.length) list.append(pair("Also wrong", ...also.slice(0, ALSO).flatMap((one, place) => [place ? ", " : "", el("code", {}, one)]), more));
   const row = wrongRowOf(view, step, number);

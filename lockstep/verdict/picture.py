@@ -25,7 +25,7 @@ class Picture:
     blocks: tuple[int, int]  # elements of a block, down and across
     cells: str  # a character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
     largest: float  # error of an element, at the highest level; each level below is DECADES / 61 less
-    beyond: float  # this error of an element, it is wrong
+    beyond: float  # this error, to two digits, an element is wrong
     wrong: int  # elements that are
     # Of each dim, [start, length] of the runs of slices with wrong elements; one behind RUNS of them holds all others
     slices: list[list[list[int]]]
@@ -71,7 +71,7 @@ def draw(
         (down, across),
         _levels(blocks, largest),
         largest,
-        _short(beyond),
+        float(f"{beyond:.2g}"),
         int(wrong.sum()),
         [_slices(wrong, dim) for dim in range(error.ndim)],
         [(list(place), _short(mine[place]), _short(right[place])) for place in places if error[place] > 0],
@@ -94,7 +94,7 @@ def _squares(flat: np.ndarray) -> tuple[int, int, list[int]] | None:
     return *size, np.rint(PARTS / sums.sum() * sums).astype(int).ravel().tolist()
 
 
-def _short(value: float) -> float:
+def _short(value: np.float64) -> float:
     return float(f"{value:.8g}")
 
 
