@@ -19,6 +19,7 @@ GROUPS = "the number of data-parallel ranks or the ranks that see the same sampl
 ALL = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 13 more"
 SHARED = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 10 more"
 UNREDUCED = "they were not reduced over ranks 0 and 1, or not all of them"
+MEAN = ": their mean over the ranks is right"
 NAMED, UNEXPLAINED = True, False
 NORM = "gradient/model.norm.weight"
 
@@ -137,25 +138,25 @@ BUGS = {
         "WalkingMeatAxolotl/AnimaLoraStudio/305",
     ),
     "LastNotSynced": (
-        f"step 1: {ALL}; {UNREDUCED}",
+        f"step 1: {ALL}; {UNREDUCED}{MEAN}",
         NAMED,
         "the micro batches count 0.1667, 0.3333, 0.3333 (rank 0); 0.1667, 0, 0 (rank 1)",
         "karpathy/build-nanogpt/30",
     ),
     "OneNoSyncTooLong": (
-        f"step 1: {ALL}; {UNREDUCED}",
+        f"step 1: {ALL}; {UNREDUCED}{MEAN}",
         NAMED,
         "the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)",
         "karpathy/build-nanogpt/30",
     ),
     "CalledInside": (
-        f"step 1: {ALL}; {UNREDUCED}",
+        f"step 1: {ALL}; {UNREDUCED}{MEAN}",
         NAMED,
         "the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)",
         "rosinality/swapping-autoencoder-pytorch/22",
     ),
     "LayerNotReduced": (
-        f"step 1: gradients differ between ranks that hold the same: model.norm.weight on rank 1; {UNREDUCED}",
+        f"step 1: gradients differ between ranks that hold the same: model.norm.weight on rank 1; {UNREDUCED}{MEAN}",
         NAMED,
         {NORM},
         "",
@@ -569,6 +570,16 @@ def test_each_bug_is_caught_for_its_own_reason(judged, name):
 def test_correct_variants_raise_no_alarm(judged, name):
     status, lines = said(judged[name])
     assert status == 0 and lines[-1].startswith("PASS: "), lines
+
+
+def test_what_each_micro_batch_counts_in_a_wrong_gradient(judged):
+    """Where only this gradient has other ones. Negative control: a shard that counts twice."""
+    for name, counts in (
+        ("LayerNotReduced", "0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)"),
+        ("FrozenByZeroing", "0, 0, 0 (rank 0); 0, 0, 0 (rank 1)"),
+    ):
+        assert any(f"; in it, the micro batches count {counts}" in line for line in said(judged[name])[1])
+    assert not any("; in it, the micro batches" in line for line in said(judged["MeshShardTwice"])[1])
 
 
 @pytest.mark.parametrize("name", UNSEEN)

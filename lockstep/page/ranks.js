@@ -50,8 +50,8 @@ function onRanks(state, row) {
   const held = heldOf(state.view, state.tensor);
   const odd = oddOf(state.view, state.step, name);
   const said = row && ranksText(state.view, state.step, state.tensor, row);
-  const where = said ? [el("p", { class: "where" }, `${said}.`)] : [];
-  if (held.length < 2 && !odd.size) return where;
+  const head = [el("h3", {}, "On the ranks"), ...(said ? [el("p", { class: "where" }, `${said}.`)] : [])];
+  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head)] : [];
   const shape = shapeOf(held);
   // Ranks that differ from others with the same part have lines of their own.
   const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
@@ -76,13 +76,13 @@ function onRanks(state, row) {
     return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ`;
   };
   const squares = held.length > 1 && lines.some(square);
-  const head = ["rank", "holds", ...(squares ? ["squared error"] : []), row?.batch ? "equal or not" : "largest error", ...(odd.size ? ["copy"] : [])];
+  const columns = ["rank", "holds", ...(squares ? ["squared error"] : []), row?.batch ? "equal or not" : "largest error", ...(odd.size ? ["copy"] : [])];
   const body = lines.map((line) => el("tr", { class: odd.has(line.ranks[0]) ? "differs-row" : "" },
     el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), ...(squares ? [el("td", { class: "number" }, square(line))] : []), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
   const table = (lines) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
+    el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
   const rest = body.slice(SHOWN);
-  return [el("section", { id: "on-ranks" }, el("h3", {}, "On the ranks"), ...where, table(body.slice(0, SHOWN)),
+  return [el("section", { id: "on-ranks" }, ...head, table(body.slice(0, SHOWN)),
     rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest)) : null)];
 }
 

@@ -32,6 +32,7 @@ from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
+ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
 SAME = 1e-9  # relative: two passes in float64
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
@@ -127,6 +128,7 @@ class _Step:
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
         self.loss_noise = 0.0
         self.alone_in_loss: list[str] = []  # parameters
         self.exact: list[Computed] = []
@@ -218,6 +220,14 @@ class _Step:
         self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
+        worst = max(rows, key=lambda row: row.multiple)
+        if nominal is not None and worst.too_far:
+            name = worst.name.removeprefix("gradient/")
+            alone = normalisation.fit({name: self.gradients[name]}, columns)
+            if alone.typical <= verdict.tolerated_weights and self.gradients[name].numel() > ENOUGH * len(
+                columns
+            ):
+                self.counted = f"; in it, {weighed.counts(alone.weights)}"
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
@@ -437,5 +447,5 @@ class _Step:
             are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"
-                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}{also}"
+                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}{self.counted}{also}"
             )
