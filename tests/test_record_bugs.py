@@ -573,13 +573,16 @@ def test_correct_variants_raise_no_alarm(judged, name):
 
 
 def test_what_each_micro_batch_counts_in_a_wrong_gradient(judged):
-    """Where only this gradient has other ones. Negative control: a shard that counts twice."""
-    for name, counts in (
-        ("LayerNotReduced", "0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)"),
-        ("FrozenByZeroing", "0, 0, 0 (rank 0); 0, 0, 0 (rank 1)"),
-    ):
-        assert any(f"; in it, the micro batches count {counts}" in line for line in said(judged[name])[1])
-    assert not any("; in it, the micro batches" in line for line in said(judged["MeshShardTwice"])[1])
+    """Where all others are right. Negative controls: a gradient of zeros, and twice the right one."""
+    counts = "; in it, the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)"
+    assert any(counts in line for line in said(judged["LayerNotReduced"])[1])
+    for name in ("FrozenByZeroing", "MeshShardTwice"):
+        assert not any("; in it, the micro batches" in line for line in said(judged[name])[1])
+
+
+def test_a_mean_over_the_ranks_is_called_right_only_if_it_is(judged):
+    """Negative control of BUGS: ranks have other gradients because each lacks a part of a sum in the backward pass."""
+    assert not any(MEAN in line for line in said(judged["MeshNoBackwardSum"])[1])
 
 
 @pytest.mark.parametrize("name", UNSEEN)

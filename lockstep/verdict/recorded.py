@@ -224,9 +224,9 @@ class _Step:
         if nominal is not None and worst.too_far:
             name = worst.name.removeprefix("gradient/")
             alone = normalisation.fit({name: self.gradients[name]}, columns)
-            if alone.typical <= verdict.tolerated_weights and self.gradients[name].numel() > ENOUGH * len(
-                columns
-            ):
+            times = alone.weights[: len(self.micro)] / nominal
+            many = self.gradients[name].numel() > ENOUGH * len(columns)
+            if many and alone.typical <= verdict.tolerated_weights < float(times.max() - times.min()):
                 self.counted = f"; in it, {weighed.counts(alone.weights)}"
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
