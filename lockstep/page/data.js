@@ -87,7 +87,7 @@ function labelOf(number) {
   return page.views.filter((view) => view.label === label).length > 1 ? `${name}: ${label}` : label;
 }
 
-/** `alone`: what each module of a run gives by itself; else what it gives from the batch on. */
+/** `alone`: what each module of a run gives by itself; else what it gives from the batch. */
 const tableOf = (view, step, alone = false) => tables.find((table) => table.view === view && table.step === step && table.alone === alone) ?? null;
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
 const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.row(name) ?? null;
@@ -120,7 +120,7 @@ function wrongByThemselves(view, step) {
   return [...found, ...further.map((name) => [name, ""])];
 }
 
-/** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch on. */
+/** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch. */
 function wrongRowOf(view, step, name) {
   return withPicture(view, step, name, isAlone(view, step, name));
 }

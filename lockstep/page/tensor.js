@@ -41,7 +41,7 @@ function numbers(name, state) {
   // Runs, and ways to compute, may differ in what is tolerated.
   const differs = new Set(ways.filter(([way]) => way === FROM_BATCH).flatMap(([, of]) => of.map((table) => sci(table.row(name).tolerated, 1)))).size > 1;
   if (differs && page.tolerance) sections[ways.findIndex(([way]) => way === FROM_BATCH)].append(el("p", { class: "quiet" }, page.tolerance));
-  if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch on, the rounding errors of all that comes before it add up."));
+  if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch, the rounding errors of all that comes before it add up."));
   return sections;
 }
 
@@ -71,7 +71,7 @@ function pictureOf(name, state, row) {
     return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference and they are not too large." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
   }
   return [
-    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch on" : "Where the error lies"),
+    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch" : "Where the error lies"),
       row.far ? el("p", { class: "where" }, placeText(state.view, name, row)) : null,
       drawPicture(state.view, name, row)),
   ];

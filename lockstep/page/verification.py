@@ -46,7 +46,7 @@ def write(
             entries = found.dump.steps[str(step)]["tensors"].items()
             cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
             page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
-            # A tensor that is too far from the batch on has its picture there.
+            # A tensor that is too far from the batch has its picture there.
             far = {row.name for row in rows if row.too_far}
             alone = [
                 replace(row, picture=None) if row.name in far else row
