@@ -110,13 +110,14 @@ function tablesOfRun(view) {
 }
 
 /** [name, what is wrong, "" for a copy] of the tensors of a run in a step that are wrong by themselves, in order; where none is known to be, of the first
- * that is too far. And of those of which ranks have other copies: what is made of them differs, too, so only those of the first kind. */
+ * that is too far. And of those of which ranks have other copies: what is made of them differs, too, so only the first output, or all weights of its kind. */
 function wrongByThemselves(view, step) {
   const far = tablesOfRun(view).filter((table) => table.step === step).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
   const itself = far.filter(([table, name]) => wayOfTable(table) === BY_ITSELF || !FOLLOW.has(kindOf(page.names[name])));
   const found = (itself.length ? itself : far.slice(0, 1)).sort(([, one], [, two]) => one - two).map(([table, name]) => [page.names[name], table.row(name).said || errorText(table.row(name))]);
   const copies = page.views[view].differing.filter(([at]) => at === step).map(([, name]) => name);
-  const further = copies.filter((name) => kindOf(name) === kindOf(copies[0]) && !found.some(([one]) => one === name));
+  const first = copies.filter((name, place) => kindOf(name) === kindOf(copies[0]) && (place === 0 || OF_WEIGHTS.has(kindOf(name))));
+  const further = first.filter((name) => !found.some(([one]) => one === name));
   return [...found, ...further.map((name) => [name, ""])];
 }
 

@@ -27,7 +27,7 @@ function issueText() {
 function issueVerdicts() {
   const lines = page.views.flatMap((view, number) => Object.entries(view.counts).map(([way, { far, judged, worst }], place) => {
     const farthest = worst ? `${far && worst[1].startsWith("batch/") ? "not equal" : `${shareText(worst[2] ?? Infinity)} times${worst[3] ? " of a factor" : ""}`}: \`${worst[1]}\`, step ${worst[0]}` : "";
-    const further = place === Object.keys(view.counts).length - 1 && view.further ? `; also wrong: ${view.further}` : "";
+    const further = place === Object.keys(view.counts).length - 1 && view.further ? `; ${view.further}` : "";
     return `| ${page.kind === "recording" ? "the run" : `${labelOf(number)}: ${view.verdict}`} | ${way} | ${far} of ${judged}${further} | ${farthest} |`;
   }));
   return lines.length ? ["| run | computed | wrong tensors | farthest, in times of what is tolerated |", "|---|---|---|---|", ...lines, ""] : [];

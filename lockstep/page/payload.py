@@ -54,7 +54,7 @@ class View:
     counted: str = ""  # what was judged in the place of tensors, in words
     first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
     counts: dict[str, Count] = field(default_factory=dict)  # by way to compute
-    # What is wrong as well, and is no tensor that is too far
+    # What is wrong as well, and is no tensor that is too far, in words
     further: str = ""
     causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
     excluded: list[str] = field(default_factory=list)

@@ -85,13 +85,18 @@ def _view(result: Result, name: str, run: Findings) -> View:
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
     far = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
-    further = [f"{tensor} in step {step}" for step, _, tensor, _ in run.failures if (step, tensor) not in far]
+    copies = {(step, tensor) for step, tensor, _ in run.differing}
+    further: dict[str, list[str]] = {}
+    for step, _, tensor, _ in run.failures:
+        if (step, tensor) not in far:
+            what = "not the same on all ranks" if (step, tensor) in copies else "also wrong"
+            further.setdefault(what, []).append(f"{tensor} in step {step}")
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further=and_more(further) if further else "",
+        further="; ".join(f"{what}: {and_more(names)}" for what, names in further.items()),
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],
