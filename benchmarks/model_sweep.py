@@ -1,6 +1,7 @@
 """Correct runs of models and optimizers drawn at random: does any raise an alarm, and how near do they come?
 
     PYTHONPATH=. python benchmarks/model_sweep.py --number 300 --output results/model_sweep.json     about an hour on two cores
+    PYTHONPATH=. python benchmarks/model_sweep.py --precision autocast --output results/model_sweep-autocast.json
 
 Architectures of benchmarks/models.py with other sizes, heads, depths, windows, ties, optimizers, micro batches and clipping, each with a
 seed of its own: two captured steps of DDP and FSDP at dp 2, judged tensor by tensor. Exit status 1 if there is an alarm.
@@ -24,7 +25,7 @@ from lockstep.ground import origin
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_result
 from lockstep.inputs import shapes
-from lockstep.plan.config import BASELINE
+from lockstep.plan.config import BASELINE, JUDGED
 from lockstep.running import jobs
 from lockstep.training.observe import versions
 from lockstep.verdict import model_check
@@ -77,7 +78,7 @@ def is_taken(content: dict, flags: list[str]) -> bool:
     return not model_check.problem_of(architecture, attention, SEQ_LENGTH)
 
 
-def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
+def train(cases: dict[int, tuple[dict, list[str]]], folder: Path, precision: str) -> None:
     """Capture two steps of every case, by its seed, with DDP, FSDP and the reference."""
     runs, references = [], []
     for seed, (content, flags) in cases.items():
@@ -85,7 +86,17 @@ def train(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> None:
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(content))
         common = ["--model_name", str(model), "--seed", str(seed), "--dp_size", "2", "--batch_size", "2"]
-        common += ["--seq_length", str(SEQ_LENGTH), "--debug_steps", "2", "--capture_steps", "2", *flags]
+        common += [
+            "--precision",
+            precision,
+            "--seq_length",
+            str(SEQ_LENGTH),
+            "--debug_steps",
+            "2",
+            "--capture_steps",
+            "2",
+            *flags,
+        ]
         common += [
             "--capture_dir",
             str(own),
@@ -120,10 +131,12 @@ def judge(folder: Path) -> dict:
     }
 
 
-def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -> dict[int, dict]:
+def trained_and_judged(
+    cases: dict[int, tuple[dict, list[str]]], folder: Path, precision: str
+) -> dict[int, dict]:
     """What `judge` finds, by seed. Where a run fails, each case is tried alone; one that fails again did not run, and why is kept."""
     try:
-        train(cases, folder / "together")
+        train(cases, folder / "together", precision)
         return {seed: judge(folder / "together" / str(seed)) for seed in cases}
     except jobs.JobFailed as error:
         print(
@@ -132,7 +145,7 @@ def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -
     found = {}
     for seed, case in cases.items():
         try:
-            train({seed: case}, folder / f"alone-{seed}")
+            train({seed: case}, folder / f"alone-{seed}", precision)
             found[seed] = judge(folder / f"alone-{seed}" / str(seed))
         except jobs.JobFailed as error:
             found[seed] = {"alarms": {}, "did not run": str(error), "nearest": {}}
@@ -142,6 +155,7 @@ def trained_and_judged(cases: dict[int, tuple[dict, list[str]]], folder: Path) -
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--precision", choices=JUDGED, default="fp32")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--output", type=output('{\n "alarms": '))
     parser.add_argument("--at_once", type=int, default=20, help="configurations per start of the workers")
@@ -158,7 +172,7 @@ def main() -> int:
             now[seed] = (content, flags)
         waiting = waiting[options.at_once :]
         with tempfile.TemporaryDirectory() as name:
-            for seed, found in trained_and_judged(now, Path(name)).items():
+            for seed, found in trained_and_judged(now, Path(name), options.precision).items():
                 content, flags = now[seed]
                 rows.append({"seed": seed, "model": content, "flags": flags, **found})
         alarms = [row for row in rows if row["alarms"]]
@@ -171,6 +185,7 @@ def main() -> int:
         if options.output:
             content = {
                 "alarms": len(alarms),
+                "precision": options.precision,
                 "not judged": sum(bool(row.get("not judged")) for row in rows),
                 "did not run": sum("did not run" in row for row in rows),
                 "configurations": rows,

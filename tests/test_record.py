@@ -129,7 +129,7 @@ def main():
     "text, status, said",
     [
         (GUARDED.format(dropout=0.0) + 'if __name__ == "__main__":\n    main()\n', 0, "PASS: 2 steps"),
-        (GUARDED.format(dropout=0.0) + "main()\n", 2, "would train again if it were imported"),
+        (GUARDED.format(dropout=0.0) + "main()\n", 0, "PASS: 2 steps"),
         (
             GUARDED.format(dropout=0.1) + 'if __name__ == "__main__":\n    main()\n',
             2,
@@ -144,6 +144,106 @@ def test_a_class_of_the_script_itself(tmp_path, capsys, text, status, said):
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
+
+
+AT_THE_TOP = """
+from __future__ import annotations
+import argparse, functools
+from dataclasses import dataclass
+import torch
+try:
+    from no_such_package import fused
+except ImportError:
+    fused = None
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--api_key")
+arguments = parser.parse_args()
+TRAINED = 0
+table = torch.rand(arguments.width, arguments.width)
+table /= 2
+norm = functools.partial(torch.nn.functional.layer_norm, normalized_shape=(arguments.width,))
+Linear = torch.nn.Linear
+@dataclass
+class Config:
+    width: int = arguments.width
+config = Config(width=arguments.width)
+class Signs(torch.optim.Optimizer):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data -= self.param_groups[0]["lr"] * parameter.grad.sign() * arguments.width
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = Linear(config.width, config.width)
+    def forward(self, x):
+        return norm(self.linear(x) @ table) if fused is None else fused(x)
+net = Own()
+optimizer = Signs(net.parameters(), {"lr": 1e-3})
+for step in range(2):
+    TRAINED += 1
+    loss = net(torch.randn(8, config.width)).square().log().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print("trained", TRAINED)
+"""
+
+
+def test_a_script_that_trains_without_a_main_function(tmp_path, capsys):
+    """The judge makes the classes again, with the settings of the command line, and trains nothing."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(AT_THE_TOP)
+    command = ["--output", str(output), str(script), "--width", "4", "--api_key", "abc123"]
+    assert record.main(command) == 0
+    assert "trained 2" in capsys.readouterr().out
+    assert judge.main([str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "trained 1" not in out
+    assert out.endswith("PASS: 2 steps; the loss itself is not judged\n")
+    written = (output / "model.json").read_text()
+    assert '"width": 4' in written
+    assert "abc123" not in written
+
+
+def test_what_a_script_computes_with_is_what_it_had(tmp_path, capsys):
+    """A script that is changed between the recording and the judging is another model."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(AT_THE_TOP)
+    assert record.main(["--output", str(output), str(script), "--width", "4"]) == 0
+    script.write_text(AT_THE_TOP.replace("@ table)", "@ table) + 0.01 * x"))
+    assert judge.main([str(output)]) == 1
+    script.write_text(AT_THE_TOP.replace("Linear(", "fused.Linear(").replace("class Own", "class Other"))
+    capsys.readouterr()
+    assert judge.main([str(output)]) == 2
+    assert "has no attribute 'Own'" in capsys.readouterr().err
+    # a setting that the recording does not have is computed as the script does: here from the command line, which is the judge's
+    script.write_text(AT_THE_TOP.replace("arguments", "others"))
+    assert judge.main([str(output)]) == 2
+    assert "ends the program" in capsys.readouterr().err
+
+
+def test_a_class_of_a_notebook_has_no_file(tmp_path):
+    loop = """
+import torch, lockstep
+class Own(torch.nn.Linear):
+    pass
+net = {kind}(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with lockstep.record(net, "{output}"):
+    net(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+    right, wrong = (
+        subprocess.run(
+            [sys.executable, "-c", loop.format(kind=kind, output=tmp_path / kind)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        for kind in ("torch.nn.Linear", "Own")
+    )
+    assert right.returncode == 0, right.stderr
+    assert judge.main([str(tmp_path / "torch.nn.Linear")]) == 0
+    assert "__main__.Own: no file has this class by its name" in wrong.stderr
 
 
 def test_the_trainer_of_hugging_face(tmp_path, capsys):
@@ -270,6 +370,9 @@ print("trained to the end")
 """
 
 
+IN_PARTS = "clip, own = torch.nn.utils.clip_grad_norm_, list(net.parameters()); clip(own[:1], 0.05); clip(own[1:], 0.1)"
+CLIP = "torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+BY_VALUE = "from torch.nn.utils import clip_grad_value_ as cut; cut(net.parameters(), 0.001)"
 # A part is looked at before the model is trained.
 PART = """
 import torch
@@ -423,8 +526,52 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
         (
             {"loss": MEAN, "then": "[torch.nn.utils.clip_grad_norm_(one, 0.1) for one in net.parameters()]"},
             [],
+            0,
+            "clipped in 3 of 3 parts by the norm of each",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; clip(own[:1], 0.01)"},
+            [],
+            0,
+            "clipped in 3 of 3 parts by the norm of each",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; own[0].grad *= 1.01"},
+            [],
+            1,
+            "1 of 3 gradients are too far from the reference",
+        ),
+        (
+            {"loss": MEAN, "then": IN_PARTS.replace("own[1:]", "own[1:2]")},
+            [],
+            1,
+            "2 of 3 parameters with a gradient were clipped, and not head.bias",
+        ),
+        ({"loss": MEAN, "then": BY_VALUE}, [], 0, "elements of gradients were clipped"),
+        ({"loss": MEAN, "then": f"{CLIP}; {BY_VALUE}"}, [], 0, "elements of gradients were clipped"),
+        (
+            {"loss": MEAN, "then": f"net.head.weight.grad *= 1.01; {BY_VALUE}"},
+            [],
+            1,
+            "1 of 3 gradients are too far from the reference",
+        ),
+        (
+            {"loss": MEAN, "then": f"{BY_VALUE}; net.head.weight.grad *= 1.01"},
+            [],
+            1,
+            "gradient/head.weight is not what is left of it when elements are clipped to 0.001",
+        ),
+        (
+            {"loss": MEAN, "then": f"{BY_VALUE}; {CLIP}"},
+            [],
             2,
-            "was clipped 3 times",
+            "was clipped by value and then by a norm",
+        ),
+        (
+            {"loss": MEAN, "then": f"{IN_PARTS}; clip(own[:1], 0.01, norm_type=3.0)"},
+            [],
+            1,
+            "the gradient was clipped by a norm of",
         ),
         (
             {"loss": "net(ids, targets)"},

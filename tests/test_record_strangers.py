@@ -103,7 +103,7 @@ REFUSED = {
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
     "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
     "Complex": "weight is complex",
-    "Hooked": "of the model, this was left out: : the hook SpectralNorm",
+    "Hooked": "the weight that the hook SpectralNorm of the model computes before each call cannot be computed again",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
     "LossIsNone": "--loss: the function must return a scalar tensor",

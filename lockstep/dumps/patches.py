@@ -1,6 +1,7 @@
-"""What of torch is replaced while a run is recorded, where torch has no hook: clipping by a norm, GradScaler's methods, collectives."""
+"""What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,24 @@ def see_clipping(
     return [
         replace(module, "_clip_grads_with_norm_", noted),
         replace(torch.nn.utils, "clip_grads_with_norm_", noted),
+    ]
+
+
+def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> list[Undo]:
+    """Let `see` be told of (parameters, bound) before gradients are clipped by value, by whichever file imported the function."""
+    real = torch.nn.utils.clip_grad_value_
+
+    @functools.wraps(real)
+    def noted(parameters: Any, clip_value: float, *rest: Any, **options: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        see(parameters, float(clip_value))
+        real(parameters, clip_value, *rest, **options)
+
+    return [
+        replace(module, name, noted)
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if value is real
     ]
 
 

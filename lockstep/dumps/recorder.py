@@ -7,6 +7,7 @@
     RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
+        forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
@@ -29,6 +30,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,7 @@ class Recorder:
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
         self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
         self.removing += patches.see_clipping(self.model, self.see_clip)
+        self.removing += patches.see_value_clipping(self.see_value_clip)
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         # What is recorded of a step that is skipped begins anew.
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
@@ -196,12 +199,29 @@ class Recorder:
             self.clips.append(clip)
         clip["beside"] = math.hypot(clip["beside"], beside)
         clip["parameters"] += names
-        clip["too_late"] = any(
-            name in group["params"]
-            for one in self.optimizers
-            for group in one["groups"]
-            for name in names or all_names  # an optimizer in the backward pass has set gradients to None
-        )
+        # An optimizer in the backward pass has set gradients to None.
+        clip["too_late"] = self._have_stepped(names or list(all_names))
+
+    @_harmless
+    def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:
+        given = {id(one) for one in parameters}
+        own = {
+            name: one.grad
+            for name, one in tree.named_parameters(self.model).items()
+            if id(one) in given and one.grad is not None
+        }
+        for name, gradient in own.items():
+            if f"unclipped/{name}" not in self.kept.places:
+                self.kept.keep_shard(f"unclipped/{name}", gradient)
+        if own:
+            about = {"max_norm": bound, "norm": 0.0, "by_value": True, "parameters": list(own)}
+            about |= {"after": len(self.micro), "too_late": self._have_stepped(list(own))}
+            self.clips.append(about)
+
+    def _have_stepped(self, names: list[str]) -> bool:
+        """Whether the optimizer of any of these parameters has stepped."""
+        held = (group["params"] for one in self.optimizers for group in one["groups"])
+        return any(name in params for params in held for name in names)
 
     def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A loop may skip a step whose norm is too large."""
@@ -272,6 +292,11 @@ class Recorder:
             self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
             self.removing.append(self.hooks.remove)
         self.scale = 1.0  # until a GradScaler scales its loss
+        self._begin_micro_batch(given, noted)
+
+    def _begin_micro_batch(self, given: dict[str, Any], noted: dict[str, Any]) -> None:
+        """`given` is what the model is called with, `noted` what the loop has said beside it."""
+        assert self.hooks is not None
         number = len(self.micro)
         if number == 0:
             own = tree.named_parameters(self.model)
@@ -305,6 +330,12 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
+        self._keep_inputs(number, about, given, noted)
+        self.micro.append(about)
+
+    def _keep_inputs(
+        self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
+    ) -> None:
         found, structure = tree_flatten_with_path(given)
         inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
         about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
@@ -322,7 +353,6 @@ class Recorder:
                 about["plain"][name] = value
             else:
                 about["left_out"].append(f"{name} is a {type(value).__name__}")
-        self.micro.append(about)
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by the names of its own parameters."""
@@ -349,7 +379,9 @@ class Recorder:
             return None
         if self.updating:  # a closure that was called again
             return None
+        of_modules: set[int] = set()
         if self.hooks is not None:
+            of_modules |= self.hooks.returned.keys()
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
         if loss is not None and loss.requires_grad and logits is None:
@@ -359,6 +391,8 @@ class Recorder:
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
             own = tensor.clone()  # which the loop may change in place
             value = float(tensor.detach()) if tensor is loss else None
+            if tensor.ndim and id(tensor) not in of_modules and fnmatchcase("returned", self.modules):
+                self._see_module(f"forward/{number}/returned.{name}", tensor)
             assert own.grad_fn is not None
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(

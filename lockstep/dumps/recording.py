@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,16 +63,20 @@ class MicroBatch(Strict):
 class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
+    by_value: bool = False  # each element, to at most max_norm
     later: bool = False  # after the gradients were recorded
     too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
-    parameters: list[Name] = []  # those with a gradient; empty: not known
+    parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
     beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
 
     @property
     def factor(self) -> float:
         """By which gradients are multiplied."""
-        return clip_by(self.max_norm, self.norm)
+        return 1.0 if self.by_value else clip_by(self.max_norm, self.norm)
+
+    def has(self, name: str) -> bool:
+        return self.parameters is None or name in self.parameters
 
 
 class Optimizer(Strict):
@@ -120,6 +125,10 @@ class Step(Strict):
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not
+
+    def clipped(self, name: str) -> float:
+        """What clipping multiplied the recorded gradient of a parameter with."""
+        return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
 
     @property
     def of_model(self) -> set[str]:

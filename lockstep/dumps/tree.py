@@ -4,11 +4,13 @@ Nothing is pickled, and no constructor is called: a module is made of its class,
 keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
 """
 
-import ast
+import argparse
 import collections
+import contextlib
 import enum
 import functools
 import importlib
+import json
 import math
 import sys
 import types
@@ -23,18 +25,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from lockstep.dumps import deepspeed_layers
-from lockstep.ground import user_file
+from lockstep.dumps.script import Definitions, Script
+from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
 
 # Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
 # it has put hooks on the modules, so it will put them on those of the model that is built again.
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
 PACKAGES = {
+    "argparse",
     "builtins",
     "collections",
     "functools",
     "math",
     "torch",
+    "types",
 }  # whose functions and classes a tree may name, beside the model's own
 PLAIN = (type(None), bool, int, str)
 SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
@@ -109,6 +114,7 @@ class Describing:
         self.objects: dict[int, int] = {}
         self.kept: list[object] = []  # so that no id is given twice
         self.left_out: list[str] = []
+        self.hooks: list[str] = []  # of torch.nn.utils, which compute a weight before each call
         self.attributes: dict[str, torch.Tensor] = {}
 
     def module(self, module: torch.nn.Module, name: str) -> TREE:
@@ -125,8 +131,10 @@ class Describing:
             kind, values = deepspeed_layers.before(module)
         attributes = self.values(values, name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
-        self.left_out += [
-            f"{name}: the hook {one.__name__}" for one in hooks if one.__module__.startswith("torch.nn.utils")
+        self.hooks += [
+            f"{one.__name__} of {name or 'the model'}"
+            for one in hooks
+            if one.__module__.startswith("torch.nn.utils")
         ]
         if vars(module).get("_is_expert_parallel"):
             # Of transformers: the number is that of this rank's experts.
@@ -154,6 +162,33 @@ class Describing:
             for key, child in module._modules.items()
         }
         return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
+
+    def scripts(self) -> TREE:
+        """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
+        main = sys.modules["__main__"]
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        own = {
+            name
+            for name, one in vars(main).items()
+            if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
+        }
+        path = script_that_runs()
+        if not own or not path.is_file():
+            return {}
+        values: TREE = {}
+
+        def has_value(name: str) -> bool:
+            value = vars(main).get(name, main)
+            if name.startswith("__") or isinstance(value, (type, types.FunctionType, types.ModuleType)):
+                return False
+            if isinstance(value, argparse.Namespace):
+                value = argparse.Namespace(**origin.without_secret_values(vars(value)))
+            with contextlib.suppress(_Unnamed):  # then it is computed as the script does
+                values[name] = self.value(value, f"script.{name}")
+            return name in values
+
+        Script(path, path.read_bytes()).needed(own, has_value)
+        return {str(path): {"package": main.__package__, "values": values}}
 
     def values(self, values: dict[str, Any], where: str) -> TREE:
         """Values by name as JSON; what has no name is left out."""
@@ -261,14 +296,19 @@ def package_of(name: str) -> str:
 
 def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
-    module = value.__module__
-    if module == "__main__":
-        module = str(Path(sys.modules["__main__"].__file__ or "").absolute())
+    module = str(script_that_runs()) if value.__module__ == "__main__" else value.__module__
     return f"{module}:{value.__qualname__}"
 
 
+def script_that_runs() -> Path:
+    """Of a notebook, and of Python's -c, the path is no file's."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute()
+
+
 def _found(value: Any) -> Any:
-    """What is found under a class's or function's own name, or None."""
+    """What a file has under a class's or function's own name, or None."""
+    if value.__module__ == "__main__" and not script_that_runs().is_file():
+        return None
     try:
         return _attribute(importlib.import_module(value.__module__), value.__qualname__)
     except (AttributeError, ImportError, ValueError):
@@ -279,21 +319,9 @@ def _attribute(module: types.ModuleType, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def imported(name: str) -> Any:
-    module, _, path = name.partition(":")
-    if not module.endswith(".py"):
-        return _attribute(importlib.import_module(module), path)
-    script = Path(module)
-    if not script.is_file():
-        raise ImportError(f"the script {script} is not there")
-    if not any(
-        isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)
-        for one in ast.parse(script.read_text()).body
-    ):
-        raise ImportError(
-            f'{script} would train again if it were imported: put the training below `if __name__ == "__main__":`, or {path} into a file of its own'
-        )
-    return _attribute(user_file.import_file(script), path)
+@functools.cache  # a script may register what cannot be registered twice
+def _definitions(path: str, source: bytes, about: str) -> Definitions:
+    return Definitions(Script(Path(path), source), **json.loads(about))
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
@@ -303,10 +331,12 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     """
     describing = Describing(model)
     tree = describing.module(model, "")
+    scripts = describing.scripts()
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
     found_in = str(Path(sys.path[0]).absolute())  # modules beside the script
-    return {**tree, "left_out": describing.left_out, "path": found_in}, {**buffers, **attributes}
+    more = {"left_out": describing.left_out, "hooks": describing.hooks, "path": found_in, "scripts": scripts}
+    return {**tree, **more}, {**buffers, **attributes}
 
 
 def _enlist(module: torch.nn.Module) -> None:
@@ -317,12 +347,12 @@ def _enlist(module: torch.nn.Module) -> None:
 
 
 class Building:
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], scripts: TREE):
+        self.tensors, self.scripts = tensors, scripts
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.modules: dict[str, torch.nn.Module] = {}
         self.objects: dict[int, object] = {}
-        self.packages = set(PACKAGES)
+        self.packages = {*PACKAGES, *map(package_of, scripts)}
 
     def module(self, tree: TREE, name: str) -> torch.nn.Module:
         kind = self.find(tree["class"])
@@ -365,7 +395,14 @@ class Building:
                 self.fill(child, f"{name}.{key}" if name else key)
 
     def find(self, name: str) -> Any:
-        return imported(name)
+        """What `name_of` names."""
+        module, _, path = name.partition(":")
+        if not module.endswith(".py"):
+            return _attribute(importlib.import_module(module), path)
+        about = self.scripts.get(module, {"package": None, "values": {}})
+        if not Path(module).is_file():
+            raise ImportError(f"the script {module} is not there")
+        return _definitions(module, Path(module).read_bytes(), json.dumps(about)).find(path, self.value)
 
     def named(self, name: str) -> Any:
         """A function or class of torch, or of a package that the model's own classes are of."""
@@ -428,12 +465,16 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
     Raises UserError for a class or an attribute that is not there any more.
     """
-    building = Building(tensors)
+    if tree["hooks"]:
+        raise UserError(
+            f"the weight that the hook {tree['hooks'][0]} computes before each call cannot be computed again; use torch.nn.utils.parametrizations"
+        )
+    building = Building(tensors, tree["scripts"])
     user_file.search(Path(tree.get("path", ".")))
     try:
         model = building.module(tree, "")
         building.fill(tree, "")
-    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:
         raise UserError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
         ) from error

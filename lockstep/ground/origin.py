@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from lockstep import __version__
 from lockstep.ground.errors import printable
@@ -64,8 +65,7 @@ def without_secrets(arguments: list[str]) -> list[str]:
     follows = False  # whether the value of such an option
     for argument in arguments:
         name, given, _ = argument.partition("=")
-        words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-        is_secret = not SECRET.isdisjoint(words) and (bool(given) or name.startswith("-"))
+        is_secret = _is_secret(name) and (bool(given) or name.startswith("-"))
         if follows and not argument.startswith("-"):
             shown.append(HIDDEN)
         elif is_secret and given:
@@ -74,6 +74,16 @@ def without_secrets(arguments: list[str]) -> list[str]:
             shown.append(TOKEN.sub(HIDDEN, LOGIN.sub(f"://{HIDDEN}@", argument)))
         follows = is_secret and not given
     return shown
+
+
+def _is_secret(name: str) -> bool:
+    words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return not SECRET.isdisjoint(words)
+
+
+def without_secret_values(named: dict[str, Any]) -> dict[str, Any]:
+    """Texts under names such as "api_key" are left out."""
+    return {name: HIDDEN if isinstance(one, str) and _is_secret(name) else one for name, one in named.items()}
 
 
 def of_run() -> dict:

@@ -67,26 +67,10 @@ def expected_contract(
         for what, linears in (("plain", model.names.linears), ("biased", model.names.biased))
     }
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
-    adamw = config.optimizer == "adamw"
     sharding = config.spec.sharding(config)
     divided = {axis: cut.expected(config, architecture) for axis, cut in cuts.of(config).items()}
-    decay: dict[str, list[str]] = {}
-    for name, shape in model.trained.items():
-        decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
-    if optimizer is None:
-        optimizer = {
-            "optimizer": "AdamW" if adamw else "SGD",
-            "optimizer_implementation": "fused" if adamw else "for-loop",
-            "optimizer_options": [],
-            "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
-            "betas": list(BETAS) if adamw else [],
-            "eps": EPS if adamw else None,
-            "momentum": None if adamw else 0,
-            "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
-            "optimizer_dtype": [storage] if adamw else [],
-        }
     return {
-        **optimizer,
+        **(_built_in_optimizer(config, model, storage) if optimizer is None else optimizer),
         "max_grad_norm": config.max_grad_norm,
         MODULE_SETTINGS: model.settings,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
@@ -113,6 +97,25 @@ def expected_contract(
         **({"sharding": sharding} if sharding else {}),
         **({"cuts": divided} if divided else {}),
         **config.spec.contract(config),
+    }
+
+
+def _built_in_optimizer(config: Config, model: Description, storage: str) -> dict[str, Any]:
+    """The entries of AdamW or SGD, whose state is in the dtype `storage`."""
+    adamw = config.optimizer == "adamw"
+    decay: dict[str, list[str]] = {}
+    for name, shape in model.trained.items():
+        decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
+    return {
+        "optimizer": "AdamW" if adamw else "SGD",
+        "optimizer_implementation": "fused" if adamw else "for-loop",
+        "optimizer_options": [],
+        "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
+        "betas": list(BETAS) if adamw else [],
+        "eps": EPS if adamw else None,
+        "momentum": None if adamw else 0,
+        "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
+        "optimizer_dtype": [storage] if adamw else [],
     }
 
 

@@ -5,7 +5,7 @@ largest   max |T - T*|       one element far off
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -176,12 +176,17 @@ class Measured:
 QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
-@QUIET
 def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor | None = None) -> Distance:
     """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
-    found, wanted, change = _Comparison(), _Sums(), _Sums()
     flat = [tensor.detach().reshape(-1) for tensor in (own, reference, before) if tensor is not None]
-    for blocks in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
+    return distance_of_pieces(zip(*(tensor.split(PIECE) for tensor in flat), strict=True))
+
+
+@QUIET
+def distance_of_pieces(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Distance:
+    """The same of flat pieces of (the tensor, the reference, what was before if that counts)."""
+    found, wanted, change = _Comparison(), _Sums(), _Sums()
+    for blocks in pieces:
         values, exact, *old = (block.double().numpy() for block in blocks)
         shown = exact - old[0] if old else exact
         found.add(values, exact, shown, np.empty_like(values))

@@ -108,6 +108,8 @@ class Float64(Told):
             map(self._widened, args)
         )  # no function of torch takes a dtype inside of another argument
         kwargs = {name: self._widened(one) for name, one in (kwargs or {}).items()}
+        if not (_is_in_place(function) or "out" in kwargs):
+            args, kwargs = _of_one_width(args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
@@ -115,6 +117,20 @@ class Float64(Told):
             return leaf
         self.lowered |= leaf is not torch.float32
         return torch.float64
+
+
+def _is_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
+
+
+def _of_one_width(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same values. A float32 tensor beside a float64 one, such as a constant of the model's file, is in float64, too."""
+    found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
+    if torch.float64 not in found or found.isdisjoint(LOWER):
+        return args, kwargs
+    narrow, wide = LOWER, (torch.float64,) * len(LOWER)
+    return tuple(_cast(args, narrow, wide)), _cast(kwargs, narrow, wide)
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from lockstep.verdict.distance import PIECE
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
 Gradients = Mapping[str, torch.Tensor]  # by parameter
+Factors = Mapping[str, float]  # such as of clipping, by parameter; 1 where there is none
 # Of the columns with each other, and with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,8 +38,8 @@ class Fit:
         return statistics.median(self.rest.values())
 
 
-def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
-    """The weights with which the columns make the observed gradients, each tensor counting alike.
+def fit(observed: Gradients, columns: list[Gradients], factors: Factors | None = None) -> Fit:
+    """The weights with which the columns, times each tensor's factor, make the observed gradients; each tensor counts alike.
 
     Tensors that are zero are left out.
     """
@@ -46,7 +47,7 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
     for name in observed:
         size = _norm(_pieces(observed, name))
         if size > 0:
-            square, right = _products(observed, columns, name)
+            square, right = _products(observed, columns, factors, name)
             products[name] = (square / size**2, right / size**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
@@ -57,13 +58,15 @@ def fit(observed: Gradients, columns: list[Gradients]) -> Fit:
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
-    return Fit(weights, {name: _rest(observed, columns, weights, name) for name in observed})
+    return Fit(weights, {name: _rest(observed, columns, weights, factors, name) for name in observed})
 
 
-def _products(observed: Gradients, columns: list[Gradients], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _products(
+    observed: Gradients, columns: list[Gradients], factors: Factors | None, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
-    each = [Sum(observed, [column], torch.ones(1)) for column in columns]
+    each = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
     for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
         stacked = torch.stack(of_columns)
         own += stacked @ stacked.T
@@ -85,16 +88,24 @@ def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> f
 class Sum(Mapping[str, torch.Tensor]):
     """A weighted sum of gradients, in float64, of the names that `like` has; what a column does not have is zero there.
 
-    Nothing of it is kept: a tensor is computed when it is asked for.
+    `factors` are what further tensors are multiplied with. Nothing of the sum is kept: a tensor is computed when it is asked for.
     """
 
-    def __init__(self, like: Gradients, columns: list[Gradients], weights: torch.Tensor):
+    def __init__(
+        self,
+        like: Gradients,
+        columns: list[Gradients],
+        weights: torch.Tensor,
+        factors: Factors | None = None,
+    ):
         self.like, self.columns, self.weights = like, columns, weights.tolist()
+        self.factors = factors or {}
 
     def of(self, name: str) -> list[tuple[float, Gradients]]:
         """The weights and columns that have this tensor."""
+        factor = self.factors.get(name, 1.0)
         return [
-            (weight, column)
+            (weight * factor, column)
             for weight, column in zip(self.weights, self.columns, strict=True)
             if name in column
         ]
@@ -132,8 +143,10 @@ def _norm(pieces: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
 
 
-def _rest(observed: Gradients, columns: list[Gradients], weights: torch.Tensor, name: str) -> float:
-    size, made = _norm(_pieces(observed, name)), _pieces(Sum(observed, columns, weights), name)
+def _rest(
+    observed: Gradients, columns: list[Gradients], weights: torch.Tensor, factors: Factors | None, name: str
+) -> float:
+    size, made = _norm(_pieces(observed, name)), _pieces(Sum(observed, columns, weights, factors), name)
     left = (piece - own for piece, own in zip(_pieces(observed, name), made, strict=True))
     return _norm(left) / size if size > 0 else 0.0
 

@@ -19,7 +19,7 @@ from lockstep.verdict import normalisation, recorded_pieces, recorded_task, reco
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of
-from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients, Sum
 from lockstep.verdict.own_loss import Loss
@@ -148,7 +148,7 @@ class _Step:
                 "if that is meant, let the module's forward method do it"
             )
         ranks.judge_clips()
-        self.gradients = gradients
+        self.gradients = ranks.before_clipping_by_value(gradients)
         verdict.lowered = sorted(self._lowered())
         problem = _unusable(self.gradients)
         copies = sum(one.strangers for one in self.ranks[0].optimizers)
@@ -198,19 +198,22 @@ class _Step:
         modules_wrong = self._compute(weights)
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
+        self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
         columns = self._columns(self.exact)
-        made_of = functools.partial(Sum, self.gradients, columns)
-        fitted = normalisation.fit(self.gradients, columns)
-        yardstick = Sum(self.gradients, self._columns(near), fitted.weights)
+        made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
+        fitted = normalisation.fit(self.gradients, columns, self.clipped)
+        yardstick = Sum(self.gradients, self._columns(near), fitted.weights, self.clipped)
         self.of_ranks.judge_samples()
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
-            again = normalisation.fit(yardstick, columns)
+            again = normalisation.fit(yardstick, columns, self.clipped)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, self.clipped, beside
+            )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
             terms = fitted.weights[len(self.micro) :]
@@ -220,18 +223,23 @@ class _Step:
         self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
-        worst = max(rows, key=lambda row: row.multiple)
-        if nominal is not None and worst.too_far:
-            name = worst.name.removeprefix("gradient/")
-            alone = normalisation.fit({name: self.gradients[name]}, columns)
-            times = alone.weights[: len(self.micro)] / nominal
-            many = self.gradients[name].numel() > ENOUGH * len(columns)
-            if many and alone.typical <= verdict.tolerated_weights < float(times.max() - times.min()):
-                self.counted = f"; in it, {weighed.counts(alone.weights)}"
+        if nominal is not None:
+            self._count_in_worst(rows, columns, weighed)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
+
+    def _count_in_worst(self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed) -> None:
+        """Measures how much each micro batch counts in the gradient that is farthest off, where most are right."""
+        worst = max(rows, key=lambda row: row.multiple)
+        name = worst.name.removeprefix("gradient/")
+        if not worst.too_far or self.gradients[name].numel() < ENOUGH * len(columns):
+            return
+        alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
+        counts = alone.weights[: len(self.micro)] / weighed.nominal
+        if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
+            self.counted = f"; in it, {weighed.counts(alone.weights)}"
 
     def _is_mean_of_ranks(self, weights: torch.Tensor) -> bool:
         """Whether the gradients in which replicas differ are right in their mean, for `weights` of the micro batches' losses."""
@@ -248,17 +256,17 @@ class _Step:
         )
         return not any(row.too_far for row in judged(step, own, yardstick, means, self.precision))
 
-    def _leave_loss_out(self) -> float:
-        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norm of their gradients."""
+    def _leave_loss_out(self) -> dict[str, float]:
+        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
         if any(one.loss is not None for one in self.exact):
-            return 0.0
+            return {}
         used = {name for one in self.exact for name in one.gradients}
         every, alone = self.gradients, [name for name in self.gradients if name not in used]
         if not used or not alone:
-            return 0.0
+            return {}
         self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
         self.alone_in_loss = [name for name in alone if every[name].any()]
-        return math.hypot(*(float(every[name].double().norm()) for name in alone))
+        return {name: float(every[name].double().norm()) for name in alone}
 
     def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """(what modules returned for a micro batch and what arrived there, the choices among it)."""
@@ -336,7 +344,7 @@ class _Step:
             self.alone.add(called, *self._recorded(called), right, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
-        rows = self.alone.judge(self.gradients, nominal if known else None)
+        rows = self.alone.judge(self.gradients, nominal if known else None, self.clipped)
         self.verdict.alone = rows
         self._say_gradients()
         first = next((row for row in rows if row.too_far), None)
@@ -393,7 +401,7 @@ class _Step:
         if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
             return
         kept = Lazy(self.gradients, lambda name: self.of_ranks.whole(last, f"gradient/{name}").double())
-        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept])
+        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept], self.clipped)
         if with_it.typical < KEPT * fitted.typical:
             self.verdict.wrong.insert(
                 0,

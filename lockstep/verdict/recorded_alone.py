@@ -60,14 +60,16 @@ class Alone:
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)
 
-    def judge(self, observed: Gradients, weights: torch.Tensor | None) -> list[Judgement]:
+    def judge(
+        self, observed: Gradients, weights: torch.Tensor | None, clipped: dict[str, float]
+    ) -> list[Judgement]:
         """All rows, in order of execution.
 
-        `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them. If
-        these are not known, gradients are not judged: a weight that is off by little would be seen in each.
+        `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them
+        before they are `clipped` by factors. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
         """
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
-        right, near = (Sum(observed, columns, weights) for columns in (self.right, self.near))
+        right, near = (Sum(observed, columns, weights, clipped) for columns in (self.right, self.near))
         rows = judged_gradients(self.verdict.step, observed, right, near, self.precision, self.factors)
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

@@ -120,7 +120,7 @@ class Modules:
             first = wrong[0]
             of_pass = [row for row in self.rows.values() if row.which_pass == first.which_pass]
             what = "outputs" if first.which_pass == "forward" else "gradients at outputs"
-            whose = " (of the loss, at what the model returned)" if "/returned." in first.name else ""
+            whose = " (of the loss, at what the model returned)" * first.name.startswith("backward/returned.")
             found.append(
                 (
                     order.index(first.name),

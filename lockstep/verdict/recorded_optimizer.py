@@ -69,7 +69,7 @@ class Replay:
         self.recording, self.number, self.optimizer = recording, step, optimizer
         self.weights, self.gradients, self.clipped = weights, gradients, clipped
         with _understood():
-            self.kind = _class_of(optimizer)
+            self.kind = self._class()
         # DeepSpeed's have not all settings of torch's, and attributes of their own
         self.defaults = self.kind([torch.empty(1)]).defaults if optimizer.is_of_deepspeed else {}
 
@@ -78,13 +78,13 @@ class Replay:
 
         `exact`: in float64, else in the run's own dtypes. `moved`: gradients are this much larger, and state is this much smaller.
         """
-        building = tree.Building({})
-        building.packages.add(tree.package_of(self.optimizer.kind))
+        building = self._building()
         own = building.parameters
         for name in names:
-            weight = self._cast(self.weights[name], exact)
-            own[name] = torch.nn.Parameter(weight.clone())
-            gradient = self.gradients[name].to(weight.dtype) * (self.clipped * (1 + moved))
+            weight = self.weights[name]
+            dtype = torch.float64 if exact and weight.is_floating_point() else weight.dtype
+            own[name] = torch.nn.Parameter(weight.to(dtype, copy=True))
+            gradient = self.gradients[name].to(dtype, copy=True).mul_(self.clipped * (1 + moved))
             # SparseAdam updates the rows that have a gradient
             own[name].grad = gradient.to_sparse(1) if self.kind is torch.optim.SparseAdam else gradient
         with _understood():
@@ -92,9 +92,29 @@ class Replay:
             with _one_process(), Float64() if exact else contextlib.nullcontext():
                 before = torch.get_rng_state()
                 optimizer.step()
+            for parameter in own.values():
+                parameter.grad = None
             if not torch.equal(before, torch.get_rng_state()):
                 raise CannotStep("it draws random numbers")
         return Stepped(optimizer, own)
+
+    def _building(self) -> tree.Building:
+        building = tree.Building({}, self.recording.tree["scripts"])
+        building.packages.add(tree.package_of(self.optimizer.kind))
+        return building
+
+    def _class(self) -> Any:
+        """The class, or the one of torch that DeepSpeed's computes as."""
+        kind = self.optimizer.kind
+        if not self.optimizer.is_of_deepspeed:
+            if "<locals>" in kind:
+                raise CannotStep("its class is defined inside a function")
+            return self._building().find(kind)
+        ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in self.optimizer.groups}
+        found = [torch_kind for way, torch_kind in DEEPSPEED_WAYS.items() if ways == {way}]
+        if not found or kind.partition(":")[2] not in DEEPSPEED_ADAM:
+            raise CannotStep("of DeepSpeed's own, only the update of its Adams can be computed in float64")
+        return found[0]
 
     @property
     def is_of_torch(self) -> bool:
@@ -144,19 +164,6 @@ def _float32(value: Any) -> Any:
 
 def _values(building: tree.Building, said: dict[str, Any]) -> dict[str, Any]:
     return {key: building.value(one) for key, one in said.items()}
-
-
-def _class_of(optimizer: Optimizer) -> Any:
-    """The class, or the one of torch that DeepSpeed's computes as."""
-    if not optimizer.is_of_deepspeed:
-        if "<locals>" in optimizer.kind:
-            raise CannotStep("its class is defined inside a function")
-        return tree.imported(optimizer.kind)
-    ways = {(one.get("adam_w_mode"), one.get("bias_correction")) for one in optimizer.groups}
-    found = [kind for way, kind in DEEPSPEED_WAYS.items() if ways == {way}]
-    if not found or optimizer.kind.partition(":")[2] not in DEEPSPEED_ADAM:
-        raise CannotStep("of DeepSpeed's own, only the update of its Adams can be computed in float64")
-    return found[0]
 
 
 @contextlib.contextmanager

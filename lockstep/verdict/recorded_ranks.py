@@ -13,7 +13,7 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_update import and_more
 
-KINDS = {"weight": "weights", "gradient": "gradients"}
+KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
 NOT_REDUCED = "or not all of them"
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
@@ -61,6 +61,26 @@ class Ranks:
             for one in self.verdict.wrong
         ]
 
+    def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
+        """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
+        clips = self.ranks[0].clips
+        by_value = [one for one in clips if one.by_value]
+        if not by_value:
+            return gradients
+        if not clips[-1].by_value:
+            raise UserError(
+                f"the gradient of step {self.verdict.step} was clipped by value and then by a norm, which cannot be judged; clip in one way"
+            )
+        before = self.agreed("unclipped")
+        for name, gradient in before.items():
+            bound = min(one.max_norm for one in by_value if one.has(name))
+            if not torch.equal(gradients[name], gradient.clamp(-bound, bound)):
+                self.verdict.wrong.append(
+                    f"gradient/{name} is not what is left of it when elements are clipped to {bound:.7g}"
+                )
+        self.verdict.notes.append("elements of gradients were clipped: the gradients before are judged")
+        return Lazy(gradients, lambda name: before[name] if name in before else gradients[name])
+
     def norm_of_steps(self, names: Collection[str]) -> float:
         """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
         step = self.verdict.step
@@ -98,7 +118,8 @@ class Ranks:
         if numbers[0] != numbers[1]:
             return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
         if self._only_clipped_otherwise(first.rank, rank, name):
-            return f"; they were clipped by different norms, {first.clips[0].norm:.7g} and {about.clips[0].norm:.7g}"
+            norms = [next(clip.norm for clip in one.clips if clip.has(name)) for one in (first, about)]
+            return f"; they were clipped by different norms, {norms[0]:.7g} and {norms[1]:.7g}"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
@@ -106,14 +127,14 @@ class Ranks:
 
     def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
         """Whether what two ranks have of a gradient differs by their factors of clipping."""
-        if any(len(self.ranks[one].clips) != 1 for one in (first, rank)):
+        if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
             return False
         before = []
         for one in (first, rank):
             part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
             if part is None:
                 return False
-            before.append(part.double() / self.ranks[one].clips[0].factor)
+            before.append(part.double() / self.ranks[one].clipped(name))
         if before[0].shape != before[1].shape:
             return False
         return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
@@ -132,7 +153,9 @@ class Ranks:
 
     def judge_clips(self) -> None:
         """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
-        (first, mine), *others = ((rank, about.clips) for rank, about in self.ranks.items())
+        (first, mine), *others = (
+            (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
+        )
         for rank, clips in others:
             for own, other in zip(mine, clips, strict=False):
                 if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
@@ -230,7 +253,6 @@ class Ranks:
         for rank, about in self.ranks.items():
             micro = len(about.micro_batches)
             for clip in about.clips:
-                without = sorted(gradients.keys() - clip.parameters)
                 if clip.after is not None and clip.after < micro:
                     wrong.append(
                         f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
@@ -239,11 +261,12 @@ class Ranks:
                 if clip.too_late:
                     wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                     return True
-                if clip.parameters and without and len(about.clips) == 1:
-                    wrong.append(
-                        f"{len(clip.parameters)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
-                    )
-                    return True
+            without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
+            if about.clips and without:
+                wrong.append(
+                    f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
+                )
+                return True
         return False
 
     def judge_samples(self) -> None:

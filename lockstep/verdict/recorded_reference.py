@@ -162,6 +162,10 @@ class Reference(Passes):
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
+        if self.loss is not None and LOG_PROBS in called.arrived:
+            raise UserError(
+                "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
+            )
         self.gradients.begin()
         of_means = LOG_PROBS in called.arrived and self._trains_on_means
         try:
@@ -271,14 +275,10 @@ class Reference(Passes):
     def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
         output = self._forward(called)
         loss, logits = outputs_of(output)
-        if logits is not None and LOG_PROBS in called.arrived:
-            if self.loss is not None:
-                raise UserError(
-                    "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
-                )
-            if not of_means:
-                output[LOG_PROBS] = trl_head.log_probs(called, logits)
+        if logits is not None and LOG_PROBS in called.arrived and not of_means:
+            output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = tensors_of(output)
+        self._keep_returned(called, returned)
         missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
@@ -290,19 +290,9 @@ class Reference(Passes):
             loss, often = scalars[""], own_loss.arrived(called, at)
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
-            if called.piece is not None:
-                returned = {name: called.piece.cut(one) for name, one in returned.items()}
-            begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
-            begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
-            torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
-            arrived = called.about.scale
-            loss, logits = None, returned[next(iter(begun))] if len(begun) == 1 else None
+            loss, logits, arrived = None, self._begun_at(called, returned), called.about.scale
         elif loss is not None:
-            if called.piece is not None and called.piece.labels is None:
-                raise UserError(
-                    f"the model is called with pieces of samples, and none of {', '.join(called.tensors)} is named as labels are, so the loss of a piece is not known; "
-                    "name them labels or targets"
-                )
+            _require_labels_of_piece(called)
             scalars = {name: one for name, one in returned.items() if one.ndim == 0}
             own = next(name for name, one in scalars.items() if one is loss)
             unknown = own not in often
@@ -317,33 +307,24 @@ class Reference(Passes):
                 raise UserError(
                     f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
                 )
-            for name, term in terms.items():
-                term.beside = often.get(name, 0.0)
-            roots = {name: one for name, one in scalars.items() if one is loss or name in terms}
-            beside = [terms[name].beside if name in terms else arrived for name in roots]
             for scalar, each in at.items():
                 for name, one in each.items():
                     place = f"backward/{called.number}/returned.{name}"
                     self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
-            torch.autograd.backward(
-                list(roots.values()),
-                [one.new_tensor(of) for one, of in zip(roots.values(), beside, strict=True)],
-            )
+            for name, term in terms.items():
+                term.beside = often.get(name, 0.0)
+            begun = [(loss, arrived), *((scalars[name], term.beside) for name, term in terms.items())]
+            torch.autograd.backward([one for one, _ in begun], [one.new_tensor(of) for one, of in begun])
             if unknown:  # so what arrives at the modules is, too
                 self._leave_backward_out()
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
         found = self._gradients_of_loss(called, arrived, terms if free is None else {})
-        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
-        choices = {
-            names.get(number) or f"{names[number + 1]} (groups)": Choice(
-                float(regret.max()), mode.scores[number]
-            )
-            for number, regret in mode.regrets.items()
-        }
         value = None if loss is None else float(loss.detach())
-        computed = Computed(found, value, math.nan if unknown else arrived, terms, self.modules, choices)
+        computed = Computed(
+            found, value, math.nan if unknown else arrived, terms, self.modules, self._choices(mode)
+        )
         if free is not None:
             return computed
         if loss is not None and logits is not None and logits.grad is not None:
@@ -353,6 +334,32 @@ class Reference(Passes):
                 value -= sum(term.coefficient * term.value for term in terms.values())
             computed.mean = mean_of(called, value, logits, number)
         return computed
+
+    def _keep_returned(self, called: Called, returned: dict[str, torch.Tensor]) -> None:
+        """What the run has of it: those that no module returned."""
+        recorded = self.recording.steps[self.step - 1][called.ranks[0]].places
+        for name, one in returned.items():
+            place = f"forward/{called.number}/returned.{name}"
+            if place in recorded:
+                self.keep(place, one)
+
+    def _begun_at(self, called: Called, returned: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Begin the backward pass with what arrived at what the model returned. Returns that, if it is one tensor."""
+        if called.piece is not None:
+            returned = {name: called.piece.cut(one) for name, one in returned.items()}
+        begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
+        begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
+        torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
+        return returned[next(iter(begun))] if len(begun) == 1 else None
+
+    def _choices(self, mode: Told) -> dict[str, Choice]:
+        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
+        return {
+            names.get(number) or f"{names[number + 1]} (groups)": Choice(
+                float(regret.max()), mode.scores[number]
+            )
+            for number, regret in mode.regrets.items()
+        }
 
     @functools.cached_property
     def _trains_on_means(self) -> bool:
@@ -414,6 +421,14 @@ class Reference(Passes):
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
+
+
+def _require_labels_of_piece(called: Called) -> None:
+    if called.piece is not None and called.piece.labels is None:
+        raise UserError(
+            f"the model is called with pieces of samples, and none of {', '.join(called.tensors)} is named as labels are, so the loss of a piece is not known; "
+            "name them labels or targets"
+        )
 
 
 class _Called:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
-from lockstep.verdict.distance import distance_of, relative
+from lockstep.verdict.distance import PIECE, distance_of_pieces, relative
 from lockstep.verdict.judgement import (
     LIMIT_OF_UPDATE,
     UPDATE_OF_CHANGE,
@@ -294,21 +294,28 @@ def _row(
 
     Where the first of `exact` and others go in different directions, it may be anything between them. `more` is tolerated of the change.
     """
-    before = before.double()
-    least, most = (functools.reduce(one, exact).double() for one in (torch.minimum, torch.maximum))
-    turns = (least < before) & (before < most)
-    reference, of_near = (
-        exact[0].double().where(~turns, one.double().clamp(least, most)) for one in (own, near)
-    )
-    found, yardstick = distance_of(own, reference, before), distance_of(near, of_near, before)
+    found, yardstick = (distance_of_pieces(_against(one, before, exact)) for one in (own, near))
     roundoff = torch.finfo(own.dtype).eps / 2
     tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
         found.shown.times(more)
     )
     row = Judgement(step, name, found, *tolerated)
     if row.too_far:
-        row.picture = draw(own, reference, *tolerated)
+        reference = torch.cat([piece for _, piece, _ in _against(own, before, exact)])
+        row.picture = draw(own, reference.reshape(own.shape), *tolerated)
     return row
+
+
+def _against(
+    own: torch.Tensor, before: torch.Tensor, exact: list[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Flat pieces of what was updated, of its reference and of what it was, so that memory has none of the size of a tensor."""
+    for values, old, *right in zip(
+        *(one.reshape(-1).split(PIECE) for one in (own, before, *exact)), strict=True
+    ):
+        least, most = (functools.reduce(one, right).double() for one in (torch.minimum, torch.maximum))
+        turns = (least < old) & (old < most)
+        yield values, right[0].double().where(~turns, values.double().clamp(least, most)), old
 
 
 def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:

@@ -1,11 +1,12 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
+import copy
 import math
 from collections.abc import Callable
 
 import torch
 
-from lockstep.dumps.recording import IGNORED, Called, Step
+from lockstep.dumps.recording import IGNORED, Called, Clip, Step
 from lockstep.ground.errors import UserError
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
@@ -49,11 +50,13 @@ class Weighed:
         made_of: Callable[[torch.Tensor], Gradients],
         elsewhere: int = 0,
         norm_of_steps: Callable[[], float] = lambda: 0.0,
-        beside: float = 0.0,
+        clipped: dict[str, float] | None = None,
+        beside: dict[str, float] | None = None,
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.made_of = verdict, ranks, micro, exact, made_of
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
-        self.beside = beside  # the norm of recorded gradients that are not judged
+        self.clipped = clipped or {}  # by what factor, by parameter; `made_of` has it in what it gives
+        self.beside = beside or {}  # the norms of recorded gradients that are not judged
         self.norm_of_steps = (
             norm_of_steps  # the norm that the gradients of several steps have; 0 if they have others
         )
@@ -83,12 +86,13 @@ class Weighed:
         measured = of_losses / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
-        clipped = self._clip_factor(torch.cat([known, of_terms / named.factor]))
-        verdict.factor = named.factor / clipped
+        self._judge_clips(torch.cat([known, of_terms / named.factor]))
+        by_hand = 1.0
+        verdict.factor = named.factor
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
             bound = self.norm_of_steps()
             if bound:
-                clipped, verdict.factor = named.factor, 1.0
+                by_hand, verdict.factor = named.factor, 1.0
                 verdict.clipped = f", clipped by the loop itself to a norm of {bound:.5g}"
         self._judge_terms(fitted.weights, deviations, named.factor)
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
@@ -102,7 +106,7 @@ class Weighed:
             )
             return fitted.weights
         if right:
-            self.nominal = self._nominal(of_losses, known, clipped)
+            self.nominal = self._nominal(of_losses, known, by_hand)
         if not right:
             verdict.wrong.append(self._of_factor(named.weighting, known))
         elif named.weighting.name == PIECE_MEAN:
@@ -116,14 +120,14 @@ class Weighed:
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return torch.cat([known * named.factor, of_terms])
 
-    def _nominal(self, of_losses: torch.Tensor, known: torch.Tensor, clipped: float) -> torch.Tensor | None:
+    def _nominal(self, of_losses: torch.Tensor, known: torch.Tensor, by_hand: float) -> torch.Tensor | None:
         """The weights of the losses as they should be, exactly; None if that is not known."""
         if not any(one.mean.uncertain for one in self.exact):
-            return known * clipped
+            return known * by_hand
         # What follows from the gradients at the logits is averaged over the ranks, or summed.
         for share in (1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0):
-            if float((of_losses / clipped / share - 1).abs().max()) <= self.verdict.tolerated_weights:
-                return torch.full_like(of_losses, share * clipped)
+            if float((of_losses / by_hand / share - 1).abs().max()) <= self.verdict.tolerated_weights:
+                return torch.full_like(of_losses, share * by_hand)
         return None
 
     def counts(self, weights: torch.Tensor) -> str:
@@ -274,38 +278,57 @@ class Weighed:
         names = normalisation.explanations(factor, numbers, max(self.verdict.tolerated_weights, 1e-6))
         return f", which is {' or '.join(names)}" if names else ""
 
-    def _clip_factor(self, weights: torch.Tensor) -> float:
-        """By how much clipping scaled the recorded gradient, from the norm that the run clipped by; 1 without clipping.
-
-        `weights` are those of the gradient before it. Judges the norm, which libraries sum in float32.
-        """
-        clips = self.ranks[0].clips
-        if not clips:
-            return 1.0
-        if len(clips) > 1:
-            raise UserError(
-                f"the gradient of step {self.verdict.step} was clipped {len(clips)} times, and one norm for all of it is what can be judged"
+    def _judge_clips(self, weights: torch.Tensor) -> None:
+        """Each norm that the run clipped by, against that of the reference's gradients. `weights` are those of the gradient before."""
+        clips = [one for one in self.ranks[0].clips if not one.by_value]
+        whole = self.made_of(weights)
+        sizes = {name: _Size(tensor) for name, tensor in whole.items() if clips and tensor.numel()}
+        until_then = dict.fromkeys([*whole, *self.beside], 1.0)
+        for number, clip in enumerate(clips):
+            own = [name for name in until_then if clip.has(name)]
+            scale = {name: until_then[name] / self.ranks[0].clipped(name) for name in own}
+            self._judge_clip(
+                "gradient norm" if len(clips) == 1 else f"gradient norm {number}",
+                clip,
+                [sizes[name].times(scale[name]) for name in own if name in sizes],
+                math.hypot(
+                    clip.beside, *(self.beside[name] * scale[name] for name in own if name in self.beside)
+                ),
             )
-        (clip,) = clips
-        norms, in_float32s, largest, size = [], [], 0.0, 0
-        for tensor in self.made_of(weights).values():
-            if not tensor.numel():
-                continue
-            norms.append(tensor.norm())
-            in_float32s.append(tensor.float().norm())
-            largest, size = max(largest, float(tensor.abs().max())), max(size, tensor.numel())
-        beside = math.hypot(self.beside / (1.0 if clip.later else clip.factor), clip.beside)
-        norms.append(torch.tensor(beside, dtype=torch.float64))
-        in_float32s.append(norms[-1].float())
-        right, summed = float(torch.stack(norms).norm()), float(torch.stack(in_float32s).norm())
-        in_float32 = float32_norm_error(right, summed, size)
+            until_then |= {name: until_then[name] * clip.factor for name in own}
+        short = [one for one in clips if one.factor < 1]
+        if len(short) == 1:
+            self.verdict.clipped = f", clipped from a norm of {short[0].norm:.5g} to {short[0].max_norm:.5g}"
+        elif short:
+            self.verdict.clipped = f", clipped in {len(short)} of {len(clips)} parts by the norm of each"
+
+    def _judge_clip(self, label: str, clip: Clip, sizes: list["_Size"], beside: float) -> None:
+        """Libraries sum the norm in float32."""
+        if not sizes:
+            return
+        others = torch.tensor(beside, dtype=torch.float64)
+        right = float(torch.stack([*(one.norm for one in sizes), others]).norm())
+        summed = float(torch.stack([*(one.in_float32 for one in sizes), others.float()]).norm())
+        in_float32 = float32_norm_error(right, summed, max(one.numel for one in sizes))
+        largest = max(one.largest for one in sizes)
         tolerated = in_float32 / right + self.verdict.tolerated_weights
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
-        if self.verdict.number("gradient norm", clip.norm, right, tolerated * right).too_far:
+        if self.verdict.number(label, clip.norm, right, tolerated * right).too_far:
             self.of_norm.append(
                 f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
             )
-        if clip.factor < 1:
-            self.verdict.clipped = f", clipped from a norm of {clip.norm:.5g} to {clip.max_norm:.5g}"
-        return 1.0 if clip.later else clip.factor
+
+
+class _Size:
+    """Of a tensor: its norm, also in float32, its largest element and its number of elements."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.norm, self.in_float32 = tensor.norm(), tensor.float().norm()
+        self.largest, self.numel = float(tensor.abs().max()), tensor.numel()
+
+    def times(self, factor: float) -> "_Size":
+        scaled = copy.copy(self)
+        scaled.norm, scaled.in_float32 = self.norm * factor, self.in_float32 * factor
+        scaled.largest = self.largest * abs(factor)
+        return scaled
