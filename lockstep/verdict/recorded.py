@@ -224,20 +224,22 @@ class _Step:
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
         if nominal is not None:
-            self._count_in_worst(rows, columns, weighed)
+            self._count_in_worst(rows, columns, weighed, nominal)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
 
-    def _count_in_worst(self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed) -> None:
+    def _count_in_worst(
+        self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed, nominal: torch.Tensor
+    ) -> None:
         """Measures how much each micro batch counts in the gradient that is farthest off, where most are right."""
         worst = max(rows, key=lambda row: row.multiple)
         name = worst.name.removeprefix("gradient/")
         if not worst.too_far or self.gradients[name].numel() < ENOUGH * len(columns):
             return
         alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
-        counts = alone.weights[: len(self.micro)] / weighed.nominal
+        counts = alone.weights[: len(self.micro)] / nominal
         if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
             self.counted = f"; in it, {weighed.counts(alone.weights)}"
 
