@@ -71,13 +71,13 @@ def _one_of_many(body: Callable[[], int]) -> int:
     except RankFailure:
         raise
     except (UserError, TrainingFailure) as error:
-        if _first():
+        if _is_rank_zero():
             raise
         time.sleep(PATIENCE)
         raise RankFailure(f"rank {os.environ['RANK']}: {error}") from error
 
 
-def _first() -> bool:
+def _is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -86,17 +86,17 @@ def _launch(
 ) -> int:
     config = command_line.parse_config(strategy, argv)
     inputs = preflight.load_inputs(config)
-    if not _first() and config.dry_run:
+    if not _is_rank_zero() and config.dry_run:
         return 0
     preflight.check_environment(config, inputs.architecture)
-    for line in preflight.notes(config) if _first() else ():
+    for line in preflight.notes(config) if _is_rank_zero() else ():
         print(line, file=sys.stderr)
     if config.dry_run:
         print(describe(config, inputs))
         return 0
-    # Of this program's own output, also while Ray's goes to a log.
+    # It shows the program's own output. Ray's goes to a log.
     screen = progress.Quiet(sys.stdout) if config.quiet else progress.Screen(sys.stdout)
-    held = locks.held(*outputs(config)) if _first() else contextlib.nullcontext()
+    held = locks.held(*outputs(config)) if _is_rank_zero() else contextlib.nullcontext()
     with held, progress.shown_on(screen):
         if resources.launched_in_place():
             line = _run_in_place(config, inputs, make_strategy)
@@ -105,7 +105,7 @@ def _launch(
 
             begin = functools.partial(_begin, config, inputs)
             line = under_ray.run(config, inputs, make_strategy, make_trainer, begin)
-        if _first():
+        if _is_rank_zero():
             screen.last(printable(line))
     return 0
 
@@ -179,7 +179,7 @@ def describe(config: Config, inputs: Inputs) -> str:
 
 def _run_in_place(config: Config, inputs: Inputs, make_strategy: "MakeStrategy") -> str:
     """One rank of a launcher: the process group from the environment, then the loop."""
-    if _first():
+    if _is_rank_zero():
         _begin(config, inputs)
     with startup.importing():
         import torch.distributed as dist

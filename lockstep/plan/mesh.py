@@ -201,9 +201,9 @@ def share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def balanced_share(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """(start, length) of the pieces of a sequence that a rank along cp has: of 2 * size equal ones, its own from the head and from the tail.
+    """(start, length) of the pieces of a sequence that a rank along cp has. Of 2 * size equal pieces, rank r has r and 2 * size - 1 - r.
 
-    With size 1, the whole. Raises ValueError unless the pieces can be equal.
+    With size 1, it has the whole. Raises ValueError unless the pieces can be equal.
     """
     if size == 1:
         return [(0, length)]
