@@ -34,7 +34,7 @@ function opening() {
   return Math.max(0, shares.indexOf(Math.max(...shares)));
 }
 
-const ALSO = 4; // further tensors that a finding names
+const ALSO = 4; // further tensors that a finding names; more of them mostly follow from the first
 
 /** In the finding of a view: where in its first wrong tensor the error lies, and what else is wrong in this step. */
 function sayWhere(section, view) {
@@ -43,8 +43,7 @@ function sayWhere(section, view) {
   const list = section.querySelector("dl");
   const pair = (title, ...said) => el("div", {}, el("dt", {}, title), el("dd", {}, ...said));
   const also = wrongByThemselves(view, step).map(([one]) => one).filter((one) => one !== name);
-  const more = also.length > ALSO ? ` and ${also.length - ALSO} more` : "";
-  if (also.length) list.append(pair("Also wrong", ...also.slice(0, ALSO).flatMap((one, place) => [place ? ", " : "", el("code", {}, one)]), more));
+  if (also.length && also.length <= ALSO) list.append(pair("Also wrong", ...also.flatMap((one, place) => [place ? ", " : "", el("code", {}, one)])));
   const row = wrongRowOf(view, step, number);
   if (row === null) return;
   const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
