@@ -103,7 +103,7 @@ def main() -> None:
             paint, complete, step = measure(browser, path)
             drawn = sum(len(table.pictures) for table in page.tables)
             print(
-                f"| {page.verdict}, {drawn:,} pictures | {TENSORS:,} | {len(text.encode()) / 1e6:.2f} MB | {made:.1f} s | {paint:.2f} s | {complete:.1f} s | {step:.2f} s |"
+                f"| {page.verdict}, {drawn:,} pictures | {TENSORS:,} | {len(text.encode()) / 1e6:.3f} MB | {made:.1f} s | {paint:.2f} s | {complete:.1f} s | {step:.2f} s |"
             )
         browser.close()
 

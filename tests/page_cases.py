@@ -14,6 +14,7 @@ WRONG = "gradient/model.layers.1.mlp.down_proj.weight"
 HIDDEN = "gradient/lm_head.weight"  # a factor in it is smaller than its distance
 HEADED = "exp_avg/model.layers.1.self_attn.q_proj.weight"  # 8 rows: 4 heads of 2
 HEADLESS = "exp_avg/model.layers.1.self_attn.o_proj.weight"  # whose 6 columns are not 4 heads of 2
+FOLLOWS = "gradient/model.norm.weight"  # and is right by itself
 ALONE = (HIDDEN, WRONG)
 SHARDS = [[8, 6], {"tp": 0}]
 TOLERANCE = 1e-6
@@ -84,7 +85,7 @@ def comparison(verdict):
     for label, wrong in (("DDP", False), ("FSDP", bad)):
         tensors = [*names(), *([f"forward/{HOSTILE}"] if wrong else [])]
         rows = {
-            step: [row(step, name, wrong and name in (WRONG, HEADED, HEADLESS)) for name in tensors]
+            step: [row(step, name, wrong and name in (WRONG, FOLLOWS, HEADED, HEADLESS)) for name in tensors]
             for step in (1, 2)
         }
         one = view(
@@ -136,6 +137,21 @@ def recording():
             hidden = next(one for one in rows if one.name == HIDDEN)
             hidden.factor = Factor(HIDDEN, (8, 6), None, 0.003, 1e-5)
         page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
+    return page
+
+
+def fed():
+    """A comparison in which FSDP was fed two ids of one sample from another place."""
+    ids = torch.arange(32).reshape(4, 8)
+    own = ids.clone()
+    own[1, 3:5] += 1
+    distance = distance_of(own, ids)
+    distance.unequal = "2 of 32 are not what was to be fed, first at [1, 3]: 12, not 11"
+    one = Judgement(1, "batch/input_ids", distance, 0.0, 0.0)
+    one.picture = draw(own, ids, 0.0, 0.0, counted=True)
+    page = Page("verification", "FAIL", "tiny-qwen2 in fp32", "Ids.", [], [])
+    ranks = [{"dp": dp} for dp in range(2)]
+    page.add(view("FSDP", [one], ranks=ranks), 1, [one], {one.name: [[4, 8], {"dp": 0}]})
     return page
 
 

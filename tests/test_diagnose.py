@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.diagnosis import diagnose as diagnose_module
-from lockstep.diagnosis import evidence
+from lockstep.diagnosis import evidence, forward
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
@@ -561,3 +561,48 @@ def test_the_rules_of_an_update_are_of_built_in_optimizers():
         assert diagnose_module._explained(case, "moments")[1] == Cause("betas", "made up")
         case.first = "exp_avg/frozen"
         assert diagnose_module._explained(case, "moments") == (None, None)
+
+
+ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
+
+
+def masked(diagonal, heads=(0, 2), *, noise=0.0):
+    """A case in which these of 4 heads, 2 of values, see as many positions ahead; position 0 always sees itself."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 4, 8, 16, generator=generator).double() for _ in range(3))
+    v = v[:, :2].repeat_interleave(2, 1)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    seen = torch.ones(8, 8, dtype=torch.bool).tril(diagonal)
+    seen[0, 0] = True
+    own = right.clone()
+    own[:, heads] = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)[:, heads]
+    own *= 1 + noise * torch.randn(own.shape, generator=generator)
+    tensors = [one.transpose(1, 2).flatten(2) for one in (own, right, v[:, ::2])]
+    return SimpleNamespace(
+        first=ATTENDED,
+        own=lambda name: tensors[0 if name == ATTENDED else 2],
+        exact=lambda name: tensors[1],
+        has=lambda name: name == "forward/model.layers.0.self_attn.v_proj",
+        is_wrong=lambda name: False,
+        names=describe_model(BUILT_IN["tiny-qwen2"]).names,
+        head_size=16,
+        rows={ATTENDED: SimpleNamespace(tolerated_largest=8 * noise + 1e-12)},
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 2.0**-9])
+@pytest.mark.parametrize(
+    "diagonal, heads, said",
+    [
+        (1, (0, 2), "in heads 0, 2 of 4, each position sees the next one: "),
+        (-1, (0, 1, 2, 3), "in every head, no position sees itself: "),
+        # A right one, and masks that are wrong otherwise
+        (0, (0, 2), None),
+        (2, (0, 2), None),
+        (-2, (0, 2), None),
+        (8, (0, 2), None),
+    ],
+)
+def test_a_mask_that_is_off_by_one(diagonal, heads, said, noise):
+    found = forward.mask_off_by_one(masked(diagonal, heads, noise=noise))
+    assert (found is None) == (said is None) and (found is None or found.evidence.startswith(said)), found

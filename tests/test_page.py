@@ -184,6 +184,9 @@ def test_a_batch_that_is_wrong_has_a_picture(dumps, tmp_path):
     folders = [str(tmp_path / name) for name in ("ddp", "fsdp", "reference")]
     assert compare.main([*folders, "--output_dir", str(tmp_path)]) == 1
     content = payload((tmp_path / "report.html").read_text())
+    step, name, what = content["views"][1]["first"]
+    assert (step, name) == (1, "batch/input_ids")
+    assert re.fullmatch(r"1 of \d+ is not what was to be fed, first at \[0, 3\]: 1, not \d+", what)
     for view in (0, 1):
         table, place = row_of(content, view, 1, "batch/input_ids")
         picture = table["pictures"].get(str(place))

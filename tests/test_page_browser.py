@@ -16,6 +16,7 @@ from page_cases import (
     HIDDEN,
     HOSTILE,
     comparison,
+    fed,
     hidden,
     positions,
     recording,
@@ -55,6 +56,7 @@ def files(tmp_path_factory):
         "pass": comparison("PASS"),
         "hidden": hidden(),
         "recording": recording(),
+        "fed": fed(),
         "positions": positions(),
         "study": study(),
         "large": large(wrong=True),
@@ -67,6 +69,7 @@ def files(tmp_path_factory):
     return {name: folder / f"{name}.html" for name in pages}
 
 
+BY_A_FACTOR = "off by a factor: 300 times what one may be off by"
 FROM_BATCH = 'input[name="alone"][value="false"]'
 LISTING = [
     (["b_fault", "DDP", "step 10", "1.5e-07 of 3e-06"], "b/report.html"),
@@ -106,7 +109,7 @@ def opened(browser, files):
 
 
 @pytest.mark.parametrize(
-    "name", ["fail", "pass", "hidden", "recording", "positions", "study", "large", "empty"]
+    "name", ["fail", "pass", "hidden", "recording", "fed", "positions", "study", "large", "empty"]
 )
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
@@ -168,7 +171,7 @@ def test_crosses_and_counts_follow_what_is_chosen(opened):
         return [f"{one.get_attribute('name')} {one.get_attribute('value')}" for one in marked]
 
     assert crosses() == ["view 1", "alone true", "step 1"]
-    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is too far.")
+    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is wrong.")
     page.tab.check('input[name="step"][value="2"]')
     assert page.text("#way").startswith("FSDP, step 2, each module by itself: 0 of 2 tensors")
     page.tab.check(FROM_BATCH)
@@ -181,12 +184,12 @@ def test_counts_have_their_keys(opened):
     """Of each run and each way to compute; and the page opens on the way that the headline speaks of."""
     lines = opened("hidden").tab.locator(".verdicts tbody tr").all_inner_texts()
     assert [line.split("\t")[-2] for line in lines] == [
-        "0 of 120 tensors",
         "0 of 4 tensors",
         "0 of 120 tensors",
         "1 of 4 tensors",
+        "0 of 120 tensors",
     ]
-    assert "too far in steps 1, 2 together" in opened("hidden").text(".verdicts thead")
+    assert "wrong in steps 1, 2 together" in opened("hidden").text(".verdicts thead")
     assert (
         opened("recording").text(".verdicts tbody tr:last-child td").startswith("1 of 49 tensors and losses")
     )
@@ -265,7 +268,7 @@ def test_each_module_by_itself(opened):
     page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
     assert "By itself, rows 4 to 7 of 8 are 1.003 times what they should be" in page.text("#tensor")
     assert "The factor is in rows 4 to 7 of 8." in page.text("#tensor")
-    assert "Ranks: the shard of ranks 1, 3 (tp 1) alone." in page.text("#tensor")
+    assert "the shard of ranks 1, 3 (tp 1) alone." in page.text("#on-ranks")
     page.tab.check('input[name="view"][value="0"]')
     assert not wrong() and "by itself, 0." in page.text("#reading"), page.text("#reading")
     assert not page.said
@@ -275,12 +278,12 @@ def test_what_only_a_module_by_itself_shows_is_open(opened):
     page = opened("hidden")
     assert page.tab.is_checked('input[name="alone"][value="true"]')
     assert page.text("#tensor h3") == HIDDEN
-    assert "too far: 300 times" in page.text("#tensor")
+    assert BY_A_FACTOR in page.text("#tensor") and "300 times what is tolerated" not in page.text("body")
     assert (
         "Ranks\nthe shard of ranks 1, 3 (tp 1) alone\n"
         "Where\nThe factor is in rows 4 to 7 of 8. Each element by itself is within rounding errors; only together do they show the factor."
     ) in page.text(".finding")
-    assert "By itself\n1 of 2 tensors" in page.text(".finding")
+    assert ", of a factor" in page.text(".verdicts tbody tr:nth-child(3)")
     text = issue_of(page)
     assert "The factor is in rows 4 to 7" in text and "undefined" not in text
     page.tab.keyboard.press("Escape")
@@ -303,7 +306,7 @@ def test_a_factor_that_a_distance_hides(opened):
     page = opened("recording")
     page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
     shown = page.text("#tensor")
-    assert "all of it is 1.003 times what it should be" in shown and "too far: 300 times" in shown, shown
+    assert "all of it is 1.003 times what it should be" in shown and BY_A_FACTOR in shown, shown
     page.tab.check('input[name="view"][value="1"]')
     assert "1.003 times" not in page.text("#tensor")
 
@@ -413,12 +416,93 @@ def test_what_each_rank_holds(opened, mesh, shape, sharded, cuts, name, held):
 def test_a_copy_that_differs(opened):
     page = opened("fail")
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
-    assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("1\trows 4 to 7\t")
-    assert lines[2] == "3\trows 4 to 7\t\tits copy is another\t6 of 24 elements differ", lines
-    assert "; rank 3 has another copy than the rank that was judged, in 6 elements" in page.text(".finding")
+    assert lines[1].startswith("0, 2\trows 0 to 3\t") and lines[2].startswith("1\trows 4 to 7\t")
+    assert lines[0] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
+    copies = "; rank 3 has another copy, in 6 elements"
+    assert copies in page.text(".finding") and copies in page.text("#on-ranks")
     page.tab.check(FROM_BATCH)
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')
     assert page.tab.query_selector("#on-ranks") is None
+
+
+def test_only_a_shard_that_is_wrong_has_a_red_frame(opened):
+    """That of tp rank 1. Negative control: of a tensor that is near enough, none has."""
+    page = opened("fail")
+    frames = """() => { const canvas = document.querySelector('#tensor canvas'); const { width, height } = canvas;
+        const bad = getComputedStyle(document.documentElement).getPropertyValue('--bad').trim();
+        const at = (x, y) => '#' + [...canvas.getContext('2d').getImageData(x, y, 1, 1).data].slice(0, 3).map((one) => one.toString(16).padStart(2, '0')).join('');
+        return [0, height / 2].map((top) => at(1, Math.round(top + height / 4)) === bad); }"""
+    assert page.tab.evaluate(frames) == [False, True]
+    page.tab.check('input[name="view"][value="0"]')
+    page.tab.check(FROM_BATCH)
+    page.tab.click(f'.cell[aria-label^="{HIDDEN},"]')
+    assert page.tab.evaluate(frames) == [False, False]
+
+
+@pytest.mark.parametrize("wrong, expected", [([0, 3], [0, 3]), ([2], [2]), ([], [])])
+def test_shards_that_lie_across_each_other_are_told_apart(opened, wrong, expected):
+    """Each of four ranks has a quarter, so wrong rows and columns alone would name ranks 1 and 2, too."""
+    found = opened("pass").tab.evaluate(
+        """(wrong) => {
+            const boxes = [[0, 0], [0, 4], [4, 0], [4, 4]].map((start) => [[start, [4, 4]]]);
+            const cells = Array.from({ length: 64 }, (_, place) => (wrong.includes(2 * (place >= 32) + (place % 8 >= 4)) ? "Z" : "0")).join("");
+            const along = (side) => wrong.map((rank) => [4 * side(rank), 4]);
+            const slices = [along((rank) => rank >> 1), along((rank) => rank % 2)];
+            const picture = { shape: [8, 8], blocks: [1, 1], cells, largest: 1, beyond: 1e-3 };
+            return boxes.map((each, rank) => [rank, isWrong(each, slices, { picture, hidden: null })]).filter(([, far]) => far).map(([rank]) => rank);
+        }""",
+        wrong,
+    )
+    assert found == expected
+
+
+def test_which_copy_differs_is_seen_without_scrolling(opened):
+    """In the panel of the open tensor, on a small screen."""
+    page = opened("fail")
+    page.tab.set_viewport_size({"width": 1280, "height": 800})
+    page.tab.click(".finding button")
+    for seen in ("#on-ranks .differs-row", "#on-ranks .where"):
+        box, panel = (page.tab.locator(one).first.bounding_box() for one in (seen, "#tensor"))
+        assert panel["y"] <= box["y"] and box["y"] + box["height"] <= min(800, panel["y"] + panel["height"])
+
+
+def test_a_finding_names_what_else_is_wrong(opened):
+    """By itself, in the same step: two moments and a factor. Negative control: a finding of the only tensor."""
+    assert f"Also wrong\n{HIDDEN}, {HEADED}, {HEADLESS}" in opened("fail").text(".finding")
+    for name in ("hidden", "large"):  # the only tensor, and one of thousands
+        assert "Also wrong" not in opened(name).text(".finding")
+
+
+def test_ways_to_compute_are_said_once_and_in_one_order(opened):
+    for name in ("fail", "recording"):
+        page = opened(name)
+        ways = page.tab.locator(".ways dfn").all_inner_texts()
+        assert ways == ["each module by itself", "from the batch"]
+        assert page.text("body").count("so what follows a wrong tensor is wrong, too") == 1
+        choice = page.tab.locator("#choices fieldset", has=page.tab.locator("legend:text-is('Computed')"))
+        labels = choice.locator("label").all_inner_texts()
+        assert [one.strip().removesuffix(", has failures").strip() for one in labels] == ways
+        lines = page.text(".verdicts tbody")
+        assert lines.index(ways[0]) < lines.index(ways[1])
+    assert opened("positions").tab.query_selector(".ways") is None
+
+
+def test_ids_are_equal_or_not(opened):
+    """They have no distance, norm or share."""
+    page = opened("fed")
+    said = "2 of 32 are not what was to be fed, first at [1, 3]: 12, not 11"
+    assert said in page.text(".finding") and "2 of 32 elements are not equal: sample 1 of 4" in page.text(
+        ".finding"
+    )
+    panel = page.text("#tensor")
+    assert said in panel and "[1, 3]\t12\t11\n[1, 4]\t13\t12" in panel
+    page.tab.hover("#tensor canvas", position={"x": 5, "y": 5})
+    assert page.text("#tensor .at") == "sample 0, position 0: equal"
+    assert "not equal in step 1: batch/input_ids" in page.text(".verdicts").replace("\n", " ")
+    everything = page.text("body") + issue_of(page)
+    assert [one for one in ("norm", "∞", "not finite", "|run − reference|") if one in everything] == [], (
+        everything
+    )
 
 
 def test_the_keyboard_reaches_everything(opened):
@@ -456,7 +540,7 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "hidden", "recording", "positions", "study"])
+@pytest.mark.parametrize("name", ["fail", "hidden", "recording", "fed", "positions", "study"])
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []
@@ -496,7 +580,8 @@ def test_copy_as_issue(opened):
     text = issue_of(page)
     for wanted in (
         "**FAIL**: tiny-qwen2 in fp32",
-        "### First tensor that is too far: FSDP",
+        "Attach report.html",
+        "### First wrong tensor: FSDP",
         "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",
         "rows 4 to 7",
         "| [7, 5] | 2 | 1 |",
@@ -517,11 +602,11 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
         "| DDP: PASS | from the batch | 0 of 120 |",
         "| FSDP: FAIL | each module by itself | 4 of 4 |",
         "- ranks: the shard of ranks 1, 3 (tp 1) alone",
-        "### All that is too far, modules by themselves",
-        f"| FSDP | 2 | `{HIDDEN}` | 300 | rows 4 to 7 of 8 are 1.003 times",
-        "### All that is too far, from the batch",
-        "| FSDP | 1 | `",
-        "| FSDP | 2 | `",
+        "### Wrong by itself",
+        f"| FSDP | 1 | `{HIDDEN}` | rows 4 to 7 of 8 are 1.003 times",
+        f"| FSDP | 1 | `{HEADED}` | ",
+        "; not the same on all ranks that hold it: rank 3 differs |",
+        "| FSDP | | 6 more are wrong, in all steps | they follow from these, or",
         "python -m lockstep.compare",
     ):
         assert wanted in text, wanted
@@ -533,10 +618,10 @@ def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginnin
 
 def test_what_the_verdict_is_about_comes_first_in_a_panel(opened):
     """Where and on which ranks, then the errors. Negative control: from the batch where that is open. Of the runs, the open one is first."""
-    by_itself, from_batch = "Errors of each module by itself", "Errors from the batch on"
+    by_itself, from_batch = "Errors of each module by itself", "Errors from the batch"
     page = opened("hidden")
     heads = page.tab.locator("#tensor h3").all_inner_texts()
-    assert heads[1:5] == ["Where the error lies", "On the ranks", by_itself, from_batch]
+    assert heads[1:5] == ["On the ranks", "Where the error lies", by_itself, from_batch]
     first = page.tab.locator(f'#tensor [aria-label="{by_itself}"] tbody tr').first.inner_text()
     assert first.split("\t")[:2] == ["1", "FSDP"] and "1.003 times" in first
     assert "Less is tolerated by itself" in page.text("#tensor")
@@ -548,7 +633,7 @@ def test_what_the_verdict_is_about_comes_first_in_a_panel(opened):
 def test_a_failing_run_has_what_is_farthest_beyond(opened):
     page = opened("fail")
     lines = page.tab.locator(".verdicts tbody tr").all_inner_texts()
-    assert float(lines[0].split("\t")[-1].split(" ")[0]) < 1
+    assert float(lines[1].split("\t")[-1].split(" ")[0]) < 1
     assert float(lines[2].split("\t")[-1].split(" ")[0].replace(",", "")) > 10
     assert "nearest" not in page.text("header")
 

@@ -246,30 +246,48 @@ with lockstep.record(net, "{output}"):
     assert "__main__.Own: no file has this class by its name" in wrong.stderr
 
 
+def recorded_under_torchrun(folder, script, *arguments):
+    """A script as it is, on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port()), "-m", "lockstep.record", "--output", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += [str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+DESTROYS = """
+import gc, torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # a DDP module that outlives its process group may hang
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_group_that_is_destroyed_before_the_last_step_is_written(tmp_path):
+    """The step is of as many ranks as the others."""
+    (tmp_path / "train.py").write_text(DESTROYS)
+    recorded_under_torchrun(tmp_path / "run", tmp_path / "train.py")
+    assert [[*step] for step in Recording(tmp_path / "run").steps] == [[0, 1], [0, 1]]
+    assert judge.main([str(tmp_path / "run")]) == 0
+
+
 def test_the_trainer_of_hugging_face(tmp_path, capsys):
     """Through the real thing: torchrun, two ranks, the script as it is."""
     script = ROOT / "examples" / "record" / "trainer.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    command += [
-        "-m",
-        "lockstep.record",
-        "--output",
-        str(tmp_path),
-        str(script),
-        "--gradient_accumulation_steps",
-        "2",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    recorded_under_torchrun(tmp_path, script, "--gradient_accumulation_steps", "2")
     assert judge.main([str(tmp_path), "--expect", "token-mean"]) == 0
     said = capsys.readouterr().out
     assert (

@@ -65,8 +65,8 @@ WRONG = {
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
     "EvaluatedOnOneRank": "step 1: 1: in evaluation mode on rank 1 alone (micro batch 0)",
     "PartLeftOut": "step 1: balance, a term of the loss, does not count",
-    "PartNotInDDP": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1, and 1 more; they were not reduced",
-    "PartNotInDDPClipped": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1, and 1 more; they were not reduced",
+    "PartNotInDDP": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1 and head.bias on rank 1; they were not reduced",
+    "PartNotInDDPClipped": "step 1: gradients differ between ranks that hold the same: head.weight on rank 1 and head.bias on rank 1; they were not reduced",
     "ClippedEachTime": "step 1: rank 0 clipped after micro batch 0 of 3: the gradient was not complete",
     "EpsilonByRank": "step 1: 1.eps of ranks 0 and 1 differ, 1e-05 and 0.1, so they compute otherwise",
     "ScoresOfPadding": "step 1: the loss depends on returned.0 at padding, which mask leaves out (in micro batch 0 of rank 0)",
@@ -83,8 +83,8 @@ WRONG = {
     "LabelledAllPositions": "step 1: the gradient is 0.875 times that of the mean over all tokens of the global batch, "
     "which is the tokens of the global batch / the positions of the global batch",
     "DistilledThrice": "step 1: kl, a term of the loss, counts 3 times as often as the rest",
-    "ReducesMost": "step 1: weights differ after the update between ranks that hold the same: body.weight on rank 1 and 1 more",
-    "OneRanksGradient": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1, and 5 more; they were not reduced",
+    "ReducesMost": "step 1: weights differ after the update between ranks that hold the same: body.weight on rank 1 and body.bias on rank 1",
+    "OneRanksGradient": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; they were not reduced",
     "SharedOutNotSent": "step 2: weights differ between ranks that hold the same: ",
     "ClippedInBackward": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "NeverUnscaled": "step 1: the gradient is 256 times that of what follows from the gradients at the logits, averaged over the ranks, "

@@ -2,13 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from edited import edit
+from page_cases import HIDDEN, WRONG, row
 from test_history import require_origin
 
 from lockstep import compare
-from lockstep.verdict import tensor_report
+from lockstep.verdict import alone, tensor_report
+from lockstep.verdict.factors import Factor
+from lockstep.verdict.recorded_rows import briefly
+from lockstep.verdict.recorded_update import and_more
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +72,38 @@ def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
 
 def test_control_characters_do_not_reach_the_terminal():
     assert tensor_report._escaped("a\x1b[2J\nb") == r"a\\x1b\[2J\\nb"
+
+
+def test_one_wrong_tensor_is_said_in_the_singular():
+    right, wrong = (row(1, name, wrong=name == WRONG) for name in (HIDDEN, WRONG))
+    said = alone.sentence([right, wrong])
+    assert said.startswith(
+        f"1 of 2 tensors is not what its module gives from the inputs that it had: {WRONG}: relative error"
+    )
+    said = alone.sentence([right, wrong, row(2, WRONG, wrong=True)])
+    assert (
+        f"are not what their modules give from the inputs that they had: {WRONG} in steps 1, 2; the first: "
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong, tolerated, said",
+    [
+        (False, 1e-5, "rows 4 to 7 of 8 are 1.003 times what they should be (300 times what a factor may be off by); its distance is within what is tolerated"),
+        (True, 1e-9, "rows 4 to 7 of 8 are 1.003 times what they should be (3e+06 times what a factor may be off by)"),
+        # A part of another error, which is farther beyond by far
+        (True, 1e-3, "relative error "),
+    ],
+)  # fmt: skip
+def test_a_factor_is_told_where_it_is_what_is_wrong(wrong, tolerated, said):
+    one = replace(row(1, HIDDEN, wrong=wrong), factor=Factor(HIDDEN, (8, 6), (0, 4, 8), 0.003, tolerated))
+    assert one.too_far and briefly(one).startswith(said)
+    assert one.describe().startswith(said) and (wrong or one.describe().startswith(f"{said}: relative error"))
+
+
+@pytest.mark.parametrize(
+    "names, said", [("a", "a"), ("ab", "a and b"), ("abc", "a, b and c"), ("abcd", "a and 3 more")]
+)
+def test_up_to_three_names_are_said(names, said):
+    assert and_more([*names]) == said

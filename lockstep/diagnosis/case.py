@@ -246,6 +246,12 @@ class Case:
 
     # The model
 
+    @property
+    def head_size(self) -> int:
+        """The elements of an attention's head, as the configuration has them."""
+        shape = self.dump.run["architecture"]
+        return shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+
     def weight_of(self, module: str) -> str | None:
         """The name of a module's weight; None for a module without one. A tied head has the embedding's."""
         own = f"{module}.weight"

@@ -7,7 +7,7 @@ recomputed from the dump and is what the run has.
 import torch
 
 from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.case import Case, describe
+from lockstep.diagnosis.case import LEFT, Case, describe
 from lockstep.verdict.result import Cause
 
 
@@ -131,6 +131,38 @@ def documents_together(case: Case) -> Cause | None:
     )
 
 
+def mask_off_by_one(case: Case) -> Cause | None:
+    """A mask that lets each position see the next one, or not itself.
+
+    Then attention at position 0, or at position 2, is a mean of the first two values; in a right one it is the first, or a mean of three.
+    """
+    attention = case.first.removeprefix("forward/").rpartition(".o_proj.input")[0]
+    name = f"forward/{attention}.v_proj"
+    known = attention and case.names.is_on_heads(case.first) and case.has(name) and not case.is_wrong(name)
+    if not known or case.own(name).shape[1] < 3:
+        return None
+    own, exact, values = (
+        one.unflatten(-1, (-1, case.head_size))
+        for one in (case.own(case.first), case.exact(case.first), case.own(name))
+    )
+    values = values.repeat_interleave(own.shape[2] // values.shape[2], 2)
+    heads = ((own - exact).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
+    first, second = values[:, 0, heads], values[:, 1, heads]
+    along = second - first
+    for position, seen in ((0, "each position sees the next one"), (2, "no position sees itself")):
+        moved = own[:, position, heads] - first
+        share = (moved * along).sum(-1) / along.square().sum(-1)
+        left, error = moved - share[..., None] * along, (own - exact)[:, position, heads]
+        between = heads.any() and bool(((share > 0) & (share < 1)).all())
+        if between and float(left.norm()) <= LEFT * float(error.norm()):
+            which = f"heads {', '.join(map(str, heads.nonzero()[:, 0].tolist()))} of {len(heads)}"
+            return Cause(
+                "attention mask",
+                f"in {'every head' if heads.all() else which}, {seen}: attention at position {position} is a mean of the values of positions 0 and 1, as recomputed",
+            )
+    return None
+
+
 def rounded(case: Case) -> Cause | None:
     """Every element is a bfloat16 number, in a run that computes in float32."""
     is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
@@ -180,4 +212,12 @@ def _name(case: Case) -> str:
 
 
 BATCH_RULES = (batch,)
-FORWARD_RULES = (dropout, documents_together, earlier_weights, other_weights, rounded, sum_over_tp)
+FORWARD_RULES = (
+    dropout,
+    documents_together,
+    mask_off_by_one,
+    earlier_weights,
+    other_weights,
+    rounded,
+    sum_over_tp,
+)

@@ -140,8 +140,7 @@ def _heads(case: Case, own: torch.Tensor) -> int:
     """The number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
     if not case.names.is_on_heads(case.first) or own.ndim != 3:
         return 0
-    architecture = case.dump.run["architecture"]
-    size = architecture.get("head_dim") or architecture["hidden_size"] // architecture["num_attention_heads"]
+    size = case.head_size
     return own.shape[-1] // size if own.shape[-1] % size == 0 else 0
 
 

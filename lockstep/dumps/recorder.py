@@ -98,6 +98,7 @@ class Recorder:
         self.attributes = tree.plain_attributes(self.model)
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
+        self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
         self.compiled = False
         self.asking = 0  # inside of torch.autograd.grad
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
@@ -132,7 +133,19 @@ class Recorder:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        if dist.is_initialized():
+            return dist.get_rank()
+        return self.ranks.get("rank", int(os.environ.get("RANK", "0")))
+
+    def _see_ranks(self) -> None:
+        """A loop may destroy its process group before its last step is written."""
+        if dist.is_initialized() or not self.ranks:
+            self.ranks = {
+                "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+                "rank": self.rank,
+                "data_parallel": parallelism.data_parallel(self.model),
+                "groups": parallelism.groups(),
+            }
 
     @property
     def _rank_folder(self) -> Path:
@@ -472,6 +485,7 @@ class Recorder:
     def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.micro or self.engine_steps:
             return
+        self._see_ranks()
         own = tree.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -554,6 +568,7 @@ class Recorder:
             self.kept.keep_updated_state(name, value)
 
     def _write(self) -> None:
+        self._see_ranks()
         if self.rank == 0 and self.step == 1:
             made = {"device": str(next(self.model.parameters()).device), "seed": str(torch.initial_seed())}
             write_model(self.folder, self.tree, self.tensors, made)
@@ -563,12 +578,9 @@ class Recorder:
         os.replace(path.with_suffix(".part"), path)
         content = {
             "format": FORMAT,
-            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-            "rank": self.rank,
+            **self.ranks,
             "step": self.step,
             "torch": torch.__version__,
-            "data_parallel": parallelism.data_parallel(self.model),
-            "groups": parallelism.groups(),
             "frozen": self.frozen,
             "attributes": self.attributes,
             "micro_batches": self.micro,

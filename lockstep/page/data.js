@@ -51,6 +51,11 @@ function shareText(share) {
   return share < 1e6 ? Number(share.toPrecision(2)).toLocaleString("en") : share.toExponential(1);
 }
 
+/** The batch, whose numbers are equal or not. */
+function isBatch(name) {
+  return kindOf(page.names[name]) === "batch";
+}
+
 /** The tables with an index from names to places, and what is known of each place. */
 const tables = page.tables.map((table) => {
   const places = new Map(table.names.map((name, place) => [name, place]));
@@ -59,6 +64,7 @@ const tables = page.tables.map((table) => {
     ...table,
     has: (name) => places.has(name),
     row(name) {
+      const batch = isBatch(name);
       const place = places.get(name);
       if (place === undefined) return null;
       const of = (column) => table.columns[column][place];
@@ -66,11 +72,14 @@ const tables = page.tables.map((table) => {
         error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
         share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
-        where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
+        batch, where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
       };
     },
   };
 });
+
+const [BY_ITSELF, FROM_BATCH] = Object.keys(page.ways);
+const wayOf = (alone) => (alone ? BY_ITSELF : FROM_BATCH);
 
 /** What a view is called: its label, and its name where several have the label. */
 function labelOf(number) {
@@ -78,7 +87,7 @@ function labelOf(number) {
   return page.views.filter((view) => view.label === label).length > 1 ? `${name}: ${label}` : label;
 }
 
-/** `alone`: what each module of a run gives by itself; else what it gives from the batch on. */
+/** `alone`: what each module of a run gives by itself; else what it gives from the batch. */
 const tableOf = (view, step, alone = false) => tables.find((table) => table.view === view && table.step === step && table.alone === alone) ?? null;
 const stepsOf = (view) => tables.filter((table) => table.view === view).map((table) => table.step);
 const rowOf = (view, step, name, alone = false) => tableOf(view, step, alone)?.row(name) ?? null;
@@ -88,7 +97,31 @@ function isAlone(view, step, tensor) {
   return Boolean(rowOf(view, step, tensor, true)?.far);
 }
 
-/** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch on. */
+/** In which way the tensors of a table were computed. */
+function wayOfTable(table) {
+  return page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone);
+}
+
+const FOLLOW = new Set(["forward", "backward", "gradient", "numbers"]); // from what is wrong before them, unless they are wrong by themselves
+
+/** The tables of a run: a recording's views are of one. */
+function tablesOfRun(view) {
+  return tables.filter((table) => page.kind === "recording" || table.view === view);
+}
+
+/** [name, what is wrong, "" for a copy] of the tensors of a run in a step that are wrong by themselves, in order; where none is known to be, of the first
+ * that is too far. And of those of which ranks have other copies: what is made of them differs, too, so only the first output, or all weights of its kind. */
+function wrongByThemselves(view, step) {
+  const far = tablesOfRun(view).filter((table) => table.step === step).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
+  const itself = far.filter(([table, name]) => wayOfTable(table) === BY_ITSELF || !FOLLOW.has(kindOf(page.names[name])));
+  const found = (itself.length ? itself : far.slice(0, 1)).sort(([, one], [, two]) => one - two).map(([table, name]) => [page.names[name], table.row(name).said || errorText(table.row(name))]);
+  const copies = page.views[view].differing.filter(([at]) => at === step).map(([, name]) => name);
+  const first = copies.filter((name, place) => kindOf(name) === kindOf(copies[0]) && (place === 0 || OF_WEIGHTS.has(kindOf(name))));
+  const further = first.filter((name) => !found.some(([one]) => one === name));
+  return [...found, ...further.map((name) => [name, ""])];
+}
+
+/** The row that shows that a tensor is wrong, with its picture: by itself, or else from the batch. */
 function wrongRowOf(view, step, name) {
   return withPicture(view, step, name, isAlone(view, step, name));
 }
@@ -110,6 +143,8 @@ function worstOf(view) {
 function stateText(row) {
   if (row.excused) return "another convention";
   if (row.small) return "too small to judge";
+  if (row.batch) return row.far ? "not what was to be fed" : "as it was to be fed";
+  if (row.hidden) return `off by a factor: ${shareText(row.share)} times what one may be off by`;
   return row.far ? `too far: ${shareText(row.share)} times what is tolerated` : `${shareText(row.share)} of what is tolerated`;
 }
 

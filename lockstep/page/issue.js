@@ -1,51 +1,66 @@
 // What a maintainer needs, as Markdown: all failing runs and steps, whatever is open.
 
-const LISTED = 12; // tensors of a step that are named
+const LISTED = 12; // tensors of a run that are named
 
 function issueText() {
-  const lines = [`**${page.verdict}**: ${page.title}`, "", ...(page.command ? ["```", page.command, "```"] : []), "", page.lead, "", ...issueVerdicts()];
+  const lines = [`# ${issueTitle()}`, "", "Attach report.html: it has the map, the pictures and all numbers.", "", `**${page.verdict}**: ${page.title}`, "", ...(page.command ? ["```", page.command, "```"] : []), "", page.lead, "", ...issueVerdicts()];
   page.views.forEach((view, number) => {
-    if (!view.first) return;
+    if (!view.first || !isTold(number)) return;
     const [step, name, what] = view.first;
-    lines.push(`### First tensor that is too far: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...issueNumbers(number, page.names.indexOf(name), step));
+    lines.push(`### First wrong tensor: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...issueNumbers(number, page.names.indexOf(name), step));
     if (page.kind === "recording") lines.push(`- step ${step}: ${rightText(tableOf(number, step))}`);
     else lines.push(...(view.causes.length ? view.causes.map(([cause, evidence]) => `- cause: ${cause}: ${evidence}`) : ["- cause: not explained"]));
-    for (const [title, said] of [["observed", view.observed], ["by itself", view.by_itself ? [view.by_itself] : []], ["ruled out", view.excluded]]) {
+    for (const [title, said] of [["observed", view.observed], ["ruled out", view.excluded]]) {
       lines.push(...said.map((one) => `- ${title}: ${one}`));
     }
     lines.push("");
   });
-  for (const [title, of] of [["modules by themselves", (table) => wayOfTable(table) === wayOf(true)], ["from the batch", (table) => wayOfTable(table) === wayOf(false)]]) {
-    const far = page.tables.filter((table) => table.far.length && of(table));
-    if (far.length) lines.push(`### All that is too far, ${title}`, "", "| run | step | tensor | times what is tolerated | what is wrong |", "|---|---|---|---|---|", ...far.flatMap(issueLines), "");
-  }
+  const failed = [...page.views.keys()].filter((number) => page.views[number].first);
+  const wrong = (page.kind === "recording" ? failed.slice(0, 1) : failed).flatMap(issueLines);
+  if (wrong.length) lines.push("### Wrong by itself", "", "| run | step | tensor | what is wrong |", "|---|---|---|---|", ...wrong, "");
   if (page.sentences.length) lines.push("### Notes", "", ...page.sentences.map((one) => `- ${one}`), "");
   lines.push("### How this was found out", "", "Each tensor of the run against a float64 reference by one process from the same weights and batches (Lockstep).", "");
   lines.push(...page.found_out.map(([name, value]) => `- ${name}: ${value}`), "");
   return lines.join("\n");
 }
 
-/** In which way the tensors of a table were computed. */
-function wayOfTable(table) {
-  return page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone);
-}
-
 function issueVerdicts() {
   const lines = page.views.flatMap((view, number) => Object.entries(view.counts).map(([way, { far, judged, worst }], place) => {
-    const farthest = worst ? `${shareText(worst[2] ?? Infinity)} times: \`${worst[1]}\`, step ${worst[0]}` : "";
-    const further = place === 0 && view.further.length ? `; also wrong: ${view.further.join(", ")}` : "";
+    const farthest = worst ? `${far && worst[1].startsWith("batch/") ? "not equal" : `${shareText(worst[2] ?? Infinity)} times${worst[3] ? " of a factor" : ""}`}: \`${worst[1]}\`, step ${worst[0]}` : "";
+    const further = place === Object.keys(view.counts).length - 1 && view.further ? `; ${view.further}` : "";
     return `| ${page.kind === "recording" ? "the run" : `${labelOf(number)}: ${view.verdict}`} | ${way} | ${far} of ${judged}${further} | ${farthest} |`;
   }));
-  return lines.length ? ["| run | computed | tensors that are too far | farthest, in times of what is tolerated |", "|---|---|---|---|", ...lines, ""] : [];
+  return lines.length ? ["| run | computed | wrong tensors | farthest, in times of what is tolerated |", "|---|---|---|---|", ...lines, ""] : [];
 }
 
-function issueLines(table) {
-  const run = page.kind === "recording" ? "the run" : labelOf(table.view);
-  const lines = table.far.slice(0, LISTED).map((place) => {
-    const row = tableOf(table.view, table.step, table.alone).row(table.names[place]);
-    return `| ${run} | ${table.step} | \`${page.names[table.names[place]]}\` | ${shareText(row.share)} | ${row.said || errorText(row)} |`;
+/** Both ways to judge a recording may find the same tensor first. */
+function isTold(number) {
+  const [other] = page.views;
+  return page.kind !== "recording" || number === 0 || !other.first || String(other.first.slice(0, 2)) !== String(page.views[number].first.slice(0, 2));
+}
+
+function issueTitle() {
+  const number = page.views.findIndex((view) => view.first);
+  if (number < 0) return `Lockstep: ${page.verdict}: ${page.title}`;
+  const [step, name] = page.views[number].first;
+  return `${name} is wrong in step ${step}${page.kind === "recording" ? "" : `, ${labelOf(number)}`}: ${page.title}`;
+}
+
+/** The tensors of a run that are wrong by themselves in its first wrong step, and how many others are wrong. */
+function issueLines(view) {
+  const run = page.kind === "recording" ? "the run" : labelOf(view);
+  const [step] = page.views[view].first;
+  const wrong = wrongByThemselves(view, step);
+  const lines = wrong.slice(0, LISTED).map(([name, what]) => {
+    const odd = [...oddOf(view, step, name).keys()];
+    const copies = odd.length ? `not the same on all ranks that hold it: ${listed(odd)} ${odd.length === 1 ? "differs" : "differ"}` : "";
+    return `| ${run} | ${step} | \`${name}\` | ${[what, copies].filter(Boolean).join("; ")} |`;
   });
-  return [...lines, ...(table.far.length > LISTED ? [`| ${run} | ${table.step} | and ${table.far.length - LISTED} more | | |`] : [])];
+  const names = new Set(tablesOfRun(view).flatMap((table) => table.far.map((place) => `${table.step} ${page.names[table.names[place]]}`)));
+  for (const [name] of wrong) names.delete(`${step} ${name}`);
+  return [...lines,
+    ...(wrong.length > LISTED ? [`| ${run} | ${step} | and ${wrong.length - LISTED} more | |`] : []),
+    ...(names.size ? [`| ${run} | | ${names.size.toLocaleString("en")} more are wrong, in all steps | they follow from these, or are the same in a later step |`] : [])];
 }
 
 function errorText(row) {

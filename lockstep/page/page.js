@@ -2,11 +2,6 @@
 
 const state = { view: 0, step: 1, tensor: null, alone: false };
 
-const WAYS = {
-  "from the batch": "Computed from the batch on: what follows a wrong tensor is wrong, too. Moments and updated weights follow from the run's own gradients.",
-  "each module by itself": "Each module is computed from the inputs that it had in the run, and from the gradient that arrived there: what is wrong here is wrong by itself.",
-};
-
 function begin() {
   const asked = page.views.findIndex((view) => view.name === decodeURIComponent(location.hash.slice(1)));
   state.view = asked < 0 ? opening() : asked;
@@ -16,7 +11,7 @@ function begin() {
   const number = name === undefined ? -1 : page.names.indexOf(name);
   state.step = step ?? stepsOf(state.view)[0];
   state.tensor = number < 0 ? null : number;
-  state.alone = near ? page.kind === "verification" && near[0] === wayOf(true) : isAlone(state.view, state.step, state.tensor);
+  state.alone = near ? page.kind === "verification" && near[0] === BY_ITSELF : isAlone(state.view, state.step, state.tensor);
   buildTools();
   document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
@@ -39,14 +34,18 @@ function opening() {
   return Math.max(0, shares.indexOf(Math.max(...shares)));
 }
 
-/** In the finding of a view: where in its first wrong tensor the error lies. */
+const ALSO = 4; // further tensors that a finding names; more of them mostly follow from the first
+
+/** In the finding of a view: where in its first wrong tensor the error lies, and what else is wrong in this step. */
 function sayWhere(section, view) {
   const [step, name] = page.views[view].first;
   const number = page.names.indexOf(name);
+  const list = section.querySelector("dl");
+  const pair = (title, ...said) => el("div", {}, el("dt", {}, title), el("dd", {}, ...said));
+  const also = wrongByThemselves(view, step).map(([one]) => one).filter((one) => one !== name);
+  if (also.length && also.length <= ALSO) list.append(pair("Also wrong", ...also.flatMap((one, place) => [place ? ", " : "", el("code", {}, one)])));
   const row = wrongRowOf(view, step, number);
   if (row === null) return;
-  const list = section.querySelector("dl");
-  const pair = (title, text) => el("div", {}, el("dt", {}, title), el("dd", {}, text));
   const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
@@ -96,7 +95,7 @@ function show() {
   map.paint(table);
   const way = page.kind === "recording" ? page.views[state.view].name : wayOf(state.alone);
   const ways = page.kind === "recording" || page.tables.some((one) => one.alone);
-  document.getElementById("way").replaceChildren(el("strong", {}, tableText(table, ways ? way : "")), ...(ways ? [" ", el("span", { class: "quiet" }, WAYS[way])] : []));
+  document.getElementById("way").replaceChildren(el("strong", {}, tableText(table, ways ? way : "")));
   paintChoices();
   map.mark(state.tensor);
   showTensor(document.getElementById("tensor"), state);
@@ -109,17 +108,14 @@ function tableText(table, way) {
   const parts = [page.kind === "verification" ? labelOf(state.view) : "", `step ${state.step}`, way].filter(Boolean).join(", ");
   if (table === null) return `${parts}: nothing was judged.`;
   const judged = table.names.length - table.small.length - table.excused.length;
-  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far.`;
-}
-
-function wayOf(alone) {
-  return Object.keys(WAYS)[alone ? 1 : 0];
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} wrong.`;
 }
 
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
   const row = rowOf(state.view, state.step, name, state.alone);
-  const numbers = row === null ? "" : state.alone ? ` — by itself, ${stateText(row)}` : ` — ${stateText(row)}; error ${errorText(row)}`;
+  const errors = row === null || row.batch || state.alone ? "" : `; error ${errorText(row)}`;
+  const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row)}${errors}`;
   document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
 }
 
@@ -133,12 +129,12 @@ function buildChoices() {
   const parent = document.getElementById("choices");
   const steps = [...new Set(page.tables.map((table) => table.step))];
   parent.append(choice(page.kind === "verification" ? "Run" : "Computed", "view", page.views.map((_, number) => [number, labelOf(number)])));
-  if (page.tables.some((table) => table.alone)) parent.append(choice("Computed", "alone", [false, true].map((alone) => [alone, wayOf(alone)])));
+  if (page.tables.some((table) => table.alone)) parent.append(choice("Computed", "alone", [true, false].map((alone) => [alone, wayOf(alone)])));
   if (steps.length > 1) parent.append(choice("Step", "step", steps.map((step) => [step, String(step)])));
 }
 
 function choice(title, key, items) {
-  const labels = items.map(([value, text]) => el("label", {},
+  const labels = items.map(([value, text]) => el("label", { title: page.ways[text] },
     el("input", { type: "radio", name: key, value: String(value), onchange: () => { state[key] = value; show(); } }),
     el("span", {}, text, el("span", { class: "unseen" }, ", has failures"))));
   return el("fieldset", {}, el("legend", {}, title), ...labels);

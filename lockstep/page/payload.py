@@ -14,14 +14,22 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 5
+FORMAT = 6
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
 COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-WAYS = ("from the batch", "each module by itself")  # to compute
-Worst = tuple[int, str, float | None]  # step, tensor and its share of what is tolerated
+# To compute a step: what they are called, and what that is
+WAYS = {
+    "each module by itself": "computed from the inputs that it had in the run, and from the gradient that arrived there; "
+    "what is wrong here is wrong by itself",
+    "from the batch": "the whole step is computed from its batch, so what follows a wrong tensor is wrong, too; "
+    "updates are computed from the run's own gradients",
+}
+BY_ITSELF, FROM_BATCH = WAYS
+# Step, tensor, its share of what is tolerated, and whether only a factor has that share
+Worst = tuple[int, str, float | None, bool]
 # Of a tensor of a comparison, its shape, and axis -> the dim that it cuts; of a recorded one, [start, shape] of the parts of each rank
 Placed = list[Any]
 
@@ -46,8 +54,8 @@ class View:
     counted: str = ""  # what was judged in the place of tensors, in words
     first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
     counts: dict[str, Count] = field(default_factory=dict)  # by way to compute
-    # What is wrong as well, and is no tensor that is too far
-    further: list[str] = field(default_factory=list)
+    # What is wrong as well, and is no tensor that is too far, in words
+    further: str = ""
     causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
@@ -111,6 +119,7 @@ class Page:
     heads: dict[str, list] = field(default_factory=dict)
     command: str = ""  # that made the recorded run, or the comparison
     tolerance: str = ""  # why as much is tolerated
+    ways: dict[str, str] = field(default_factory=lambda: WAYS)
     format: int = FORMAT
 
     def add(
@@ -127,8 +136,9 @@ class Page:
         if view not in self.views:
             self.views.append(view)
         named, known = [self.names.setdefault(row.name, len(self.names)) for row in rows], set(excused)
-        way = view.name if self.kind == "recording" else WAYS[alone]
-        count = view.counts.setdefault(way, Count())
+        way = view.name if self.kind == "recording" else BY_ITSELF if alone else FROM_BATCH
+        count = view.counts.get(way, Count())
+        view.counts = {one: view.counts.get(one, count) for one in WAYS if one in (way, *view.counts)}
         counted = [row for row in rows if row.name not in known and (row.judged or row.too_far)]
         count.tensors += len(rows)
         count.judged += len(counted)
@@ -161,7 +171,7 @@ class Page:
                 table.where[place] = row.where
             if any(row.ranks.values()):
                 table.ranks[place] = row.ranks
-            if len(table.said) < SAID and (row.factor is not None or (alone and row.too_far)):
+            if len(table.said) < SAID and (row.factor or row.distance.unequal or (alone and row.too_far)):
                 table.said[place] = (briefly(row), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
@@ -184,7 +194,7 @@ def _hidden(row: Judgement) -> tuple[int, ...] | None:
 def worst_of(rows: Iterable[Judgement]) -> Worst | None:
     """The row that is nearest to what is tolerated, or farthest beyond."""
     row = max(rows, key=lambda row: row.multiple, default=None)
-    return None if row is None else (row.step, row.name, short(row.multiple, 2))
+    return None if row is None else (row.step, row.name, short(row.multiple, 2), _hidden(row) is not None)
 
 
 def short(value: float, digits: int = 4) -> float | None:

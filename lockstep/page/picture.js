@@ -3,12 +3,6 @@
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const DECADES = 6;
 
-/** What the picture shows, in words, for a tensor that is too far: where the error is, and on which ranks. */
-function whereText(view, step, name, row) {
-  const ranks = ranksText(view, step, name, row);
-  return `${placeText(view, name, row)}${ranks ? ` Ranks: ${ranks}.` : ""}`;
-}
-
 /** The wrong slices of each dim: of the picture, or the part that has a factor which its distance hides. Null if they are not known. */
 function slicesOf({ picture, hidden }) {
   return hidden && picture ? picture.shape.map((size, dim) => [dim === hidden[0] ? [hidden[1], hidden[2] - hidden[1]] : [0, size]]) : (picture?.slices ?? null);
@@ -31,15 +25,16 @@ function placeText(view, name, row) {
   });
   const place = said.length ? said.join(", ") : "in every part of it";
   if (hidden) return `The factor is in ${said.length ? place : "all of it"}. Each element by itself is within rounding errors; only together do they show the factor.`;
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements are off by more than one element may be: ${place}.`;
+  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are off by more than one element may be";
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}: ${place}.`;
 }
 
 /** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
 function ranksText(view, step, name, row) {
   const odd = oddOf(view, step, page.names[name]);
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
-  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"} than the rank that was judged${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
-  return [row.far ? farText(view, name, row, odd.size > 0) : "", copies].filter(Boolean).join("; ");
+  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"}${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
+  return [row.far ? farText(view, name, row, odd.size > 0) : odd.size ? "the copy that was judged is right" : "", copies].filter(Boolean).join("; ");
 }
 
 function farText(view, name, row, differs) {
@@ -49,7 +44,7 @@ function farText(view, name, row, differs) {
     const [far, right] = [true, false].map((wrong) => row.ranks.filter(([, one]) => one === wrong).map(([rank]) => Number(rank)));
     const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
     if (right.length) return `${whose(far)} alone; on ${whose(right)} it is near enough`;
-    return far.length === 1 ? `${whose(far)}, the only one that was judged` : `all alike: it is too far on ${whose(far)}`;
+    return far.length === 1 ? `${whose(far)}, the only one that was judged` : `all alike: it is wrong on ${whose(far)}`;
   }
   const all = page.views[view].ranks.length;
   if (held.length === 1) {
@@ -59,7 +54,7 @@ function farText(view, name, row, differs) {
     return ranks.length === all ? "all alike: each has the same copy of it" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
   }
   if (!held.length || !slices) return "";
-  const hit = holders(held, slices);
+  const hit = holders(held, slices, row);
   if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "all alike: the factor is in each of their shards";
   const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
   const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
@@ -108,11 +103,20 @@ function squareIn(picture, boxes) {
   return sum / parts.reduce((one, two) => one + two, 0);
 }
 
-/** Those parts that have wrong slices; none if all have. */
-function holders(held, slices) {
-  const meets = ([start, length], dim) => ([from, size]) => from[dim] < start + length && start < from[dim] + size[dim];
-  const hit = held.filter(({ boxes }) => boxes.some((box) => slices.every((runs, dim) => runs.some((run) => meets(run, dim)(box)))));
+/** Those parts that are wrong; none if all are. */
+function holders(held, slices, row) {
+  const hit = held.filter(({ boxes }) => isWrong(boxes, slices, row));
   return hit.length < held.length ? hit : [];
+}
+
+const LEVEL = 10 ** (DECADES / 61); // from one level of a picture to the next
+
+/** Whether boxes have wrong slices of each dim, and a block with an element that is wrong. */
+function isWrong(boxes, slices, { picture, hidden }) {
+  const meets = ([start, length], dim) => ([from, size]) => from[dim] < start + length && start < from[dim] + size[dim];
+  const hit = boxes.filter((box) => slices.every((runs, dim) => runs.some((run) => meets(run, dim)(box))));
+  const largest = hit.length && !hidden ? largestIn(picture, hit) : null;
+  return hit.length > 0 && (largest === null || largest[0] === null || largest[0] * LEVEL > picture.beyond);
 }
 
 /** [the largest error in boxes of a tensor, null if not finite; whether no block reaches out of them]; null where the boxes are in too many pieces. */
@@ -168,7 +172,8 @@ function rectangles(shape, start, size) {
   });
 }
 
-function drawPicture(view, name, picture) {
+function drawPicture(view, name, row) {
+  const { picture, batch: counted } = row;
   const { shape } = picture;
   const columns = shape.at(-1) ?? 1;
   const rows = shape.slice(0, -1).reduce((one, two) => one * two, 1);
@@ -179,6 +184,7 @@ function drawPicture(view, name, picture) {
   const canvas = el("canvas", { class: "picture", width: width * across, height: height * down, tabindex: 0, role: "img" });
   const at = el("p", { class: "at", "aria-live": "polite" }, "Arrow keys or the pointer read off a block.");
   const heads = headsOf(name, shape);
+  const names = dimNames(page.names[name], shape);
   const paint = () => {
     const style = getComputedStyle(document.documentElement);
     const ramp = [0, 1, 2, 3, 4].map((stop) => style.getPropertyValue(`--p${stop}`).trim());
@@ -210,18 +216,21 @@ function drawPicture(view, name, picture) {
     context.setLineDash([]);
   };
   const outline = (context, style) => {
-    const boxes = heldOf(view, name, picture).flatMap((held) => held.boxes.map((box) => [held.ranks, ...box]));
+    const slices = row.far ? slicesOf(row) : null;
+    const found = heldOf(view, name, picture).map((held) => [slices !== null && isWrong(held.boxes, slices, row), held]);
+    // What is wrong is drawn last, over the borders that it shares.
+    const boxes = found.sort(([one], [two]) => one - two).flatMap(([wrong, held]) => held.boxes.map((box) => [wrong, held.ranks, ...box]));
     if (boxes.length < 2) return;
     const [x, y] = [canvas.width / columns, canvas.height / rows];
     context.font = "600 12px system-ui, sans-serif";
-    for (const [ranks, start, size] of boxes) {
+    for (const [wrong, ranks, start, size] of boxes) {
       if (size.length !== shape.length) continue;
       rectangles(shape, start, size).forEach(([row, column, high, wide], number) => {
-        context.strokeStyle = style.getPropertyValue("--bad");
-        context.lineWidth = 2;
+        context.strokeStyle = style.getPropertyValue(wrong ? "--bad" : "--quiet");
+        context.lineWidth = wrong ? 3 : 1;
         context.strokeRect(column * x + 1, row * y + 1, wide * x - 2, high * y - 2);
         if (number) return;
-        const text = ` ${listed(ranks)} `;
+        const text = ` ${listed(ranks)}${wrong ? " ✕" : ""} `;
         const length = context.measureText(text).width;
         if (length > wide * x - 4 || high * y < 18) return;
         context.fillStyle = style.getPropertyValue("--ground");
@@ -237,7 +246,7 @@ function drawPicture(view, name, picture) {
     const value = valueOf(picture, picture.cells[place[0] * across + place[1]]);
     const side = heads?.dim === shape.length - 1 ? 1 : 0;
     const head = heads && headText(heads, [[place[side] * picture.blocks[side], Math.min(picture.blocks[side], shape[heads.dim] - place[side] * picture.blocks[side])]]);
-    at.textContent = `${head ? `${head}, ` : ""}${rangeText(shape, place[0] * picture.blocks[0], picture.blocks[0], rows)}${rangeOf("column", place[1] * picture.blocks[1], Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1)}: largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`;
+    at.textContent = `${head ? `${head}, ` : ""}${rangeText(shape, names, place[0] * picture.blocks[0], picture.blocks[0], rows)}${rangeOf(names.at(-1), place[1] * picture.blocks[1], Math.min(columns, (place[1] + 1) * picture.blocks[1]) - 1)}: ${counted ? (value === 0 ? "equal" : "not equal") : `largest error ${value === 0 ? "0" : value === null ? "not finite" : `about ${value.toExponential(1)}`}`}`;
   };
   canvas.addEventListener("mousemove", (event) => {
     const box = canvas.getBoundingClientRect();
@@ -249,14 +258,14 @@ function drawPicture(view, name, picture) {
     event.preventDefault();
     read(place[0] + moves[event.key][0], place[1] + moves[event.key][1]);
   });
-  canvas.setAttribute("aria-label", `The largest error in each of ${down} by ${across} blocks of ${page.names[name]}`);
+  canvas.setAttribute("aria-label", `${counted ? "What is not equal" : "The largest error"} in each of ${down} by ${across} blocks of ${page.names[name]}`);
   paint();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
   const lowest = picture.largest * 10 ** -DECADES;
   const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|");
-  const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${dimNames(page.names[name], shape).slice(0, -1).join(", then ")}, one after the other.`) : null;
-  const divided = heads ? el("p", { class: "at" }, `${heads.parts.length > 1 ? `${heads.parts.join(", ")}: ` : ""}${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(dimNames(page.names[name], shape)[heads.dim], 2)}, divided by dotted lines.`) : null;
-  return el("div", {}, canvas, scale, at, divided, laid);
+  const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${names.slice(0, -1).join(", then ")}, one after the other.`) : null;
+  const divided = heads ? el("p", { class: "at" }, `${heads.parts.length > 1 ? `${heads.parts.join(", ")}: ` : ""}${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(names[heads.dim], 2)}, divided by dotted lines.`) : null;
+  return el("div", {}, canvas, counted ? null : scale, at, divided, laid);
 }
 
 /** The rows of a block, in the indices of the leading dims. */
@@ -264,10 +273,10 @@ function rangeOf(what, first, last) {
   return first === last ? `${what} ${first}` : `${what}s ${first} to ${last}`;
 }
 
-function rangeText(shape, first, count, rows) {
+function rangeText(shape, names, first, count, rows) {
   if (shape.length < 2) return "";
   const last = Math.min(rows, first + count) - 1;
-  if (shape.length === 2) return `${rangeOf("row", first, last)}, `;
+  if (shape.length === 2) return `${rangeOf(names[0], first, last)}, `;
   const index = (row) => {
     const found = [];
     for (let dim = shape.length - 2; dim >= 0; dim -= 1) {

@@ -42,26 +42,31 @@ function heldText(name, shape, boxes) {
   return boxes.map(([start, size]) => boxText(name, shape, start, size)).join("; and ");
 }
 
-/** The open tensor on the ranks: what each holds of it, the largest error there, and whose copy is another. Nothing where there is nothing to tell apart. */
+const SHOWN = 8; // lines of ranks that are not folded
+
+/** The open tensor on the ranks: where it is wrong in words, what each holds of it, the largest error there, and whose copy is another. */
 function onRanks(state, row) {
   const name = page.names[state.tensor];
   const held = heldOf(state.view, state.tensor);
   const odd = oddOf(state.view, state.step, name);
-  if (held.length < 2 && !odd.size) return [];
+  const said = row && ranksText(state.view, state.step, state.tensor, row);
+  const head = [el("h3", {}, "On the ranks"), ...(said ? [el("p", { class: "where" }, `${said}.`)] : [])];
+  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head)] : [];
   const shape = shapeOf(held);
   // Ranks that differ from others with the same part have lines of their own.
   const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
     const same = ranks.filter((rank) => !odd.has(rank));
     return [...(same.length ? [{ ranks: same, boxes }] : []), ...ranks.filter((rank) => odd.has(rank)).map((rank) => ({ ranks: [rank], boxes }))];
-  });
+  }).sort((one, two) => odd.has(two.ranks[0]) - odd.has(one.ranks[0]));
   const picture = heldOf(state.view, state.tensor, row?.picture).length ? row?.picture : null;
   const square = ({ ranks, boxes }) => {
     const found = picture && boxes.length && !odd.has(ranks[0]) ? squareIn(picture, boxes) : null;
     return found === null ? "" : percent(found);
   };
   const error = ({ ranks, boxes }) => {
-    if (odd.has(ranks[0])) return "its copy is another";
+    if (odd.has(ranks[0])) return "not judged";
     const found = picture && boxes.length ? largestIn(picture, boxes) : null;
+    if (found !== null && row.batch) return found[0] ? "not equal" : "equal";
     return found === null ? "" : found[0] === null ? "not finite" : found[0] === 0 ? "0" : `${found[1] ? "" : "at most "}${found[0].toExponential(1)}`;
   };
   const copy = ({ ranks, boxes }) => {
@@ -71,11 +76,14 @@ function onRanks(state, row) {
     return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ`;
   };
   const squares = held.length > 1 && lines.some(square);
-  const head = ["rank", "holds", ...(squares ? ["squared error"] : []), "largest error", ...(odd.size ? ["copy"] : [])];
+  const columns = ["rank", "holds", ...(squares ? ["squared error"] : []), row?.batch ? "equal or not" : "largest error", ...(odd.size ? ["copy"] : [])];
   const body = lines.map((line) => el("tr", { class: odd.has(line.ranks[0]) ? "differs-row" : "" },
     el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), ...(squares ? [el("td", { class: "number" }, square(line))] : []), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
-  return [el("section", { id: "on-ranks" }, el("h3", {}, "On the ranks"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...body))))];
+  const table = (lines) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
+  const rest = body.slice(SHOWN);
+  return [el("section", { id: "on-ranks" }, ...head, table(body.slice(0, SHOWN)),
+    rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest)) : null)];
 }
 
 function showContracts(parent) {

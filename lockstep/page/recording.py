@@ -17,7 +17,6 @@ from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
-VIEWS = WAYS[::-1]
 
 
 def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> None:
@@ -41,7 +40,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
-    for way, rows_of in zip(VIEWS, map(attrgetter, ("alone", "rows")), strict=True):
+    for way, rows_of in zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True):
         rows = [row for step in steps for row in rows_of(step)]
         if rows:
             far = [row for row in rows if row.too_far]

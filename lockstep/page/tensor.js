@@ -7,7 +7,7 @@ function showTensor(parent, state) {
     return;
   }
   const row = withPicture(state.view, state.step, name, state.alone);
-  const said = [false, true].flatMap((alone) => {
+  const said = [true, false].flatMap((alone) => {
     const found = rowOf(state.view, state.step, name, alone)?.said;
     return found ? [el("p", { class: "where" }, `${alone ? "By itself, " : ""}${found}`)] : [];
   });
@@ -21,8 +21,8 @@ function showTensor(parent, state) {
       row?.where ? ` (worst in ${row.where})` : ""),
     el("button", { type: "button", class: "to-cell", onclick: () => map.cells.get(name).scrollIntoView({ block: "center" }) }, "Its cell in the map"),
     ...said,
-    ...pictureOf(name, state, row),
     ...onRanks(state, row),
+    ...pictureOf(name, state, row),
     ...numbers(name, state),
     ...elementsOf(row),
   );
@@ -35,25 +35,26 @@ function numbers(name, state) {
   const ways = [...new Set([open, ...found.map(wayOfTable)])].map((way) => [way, found.filter((table) => wayOfTable(table) === way)]).filter(([, of]) => of.length);
   const sections = ways.map(([way, of]) => {
     const rows = [...of].sort((one, two) => (two.view === state.view) - (one.view === state.view) || one.view - two.view || one.step - two.step);
-    const title = `Errors ${way === "from the batch" ? "from the batch on" : "of each module by itself"}`;
+    const title = `Errors ${way === FROM_BATCH ? "from the batch" : "of each module by itself"}`;
     return el("section", {}, el("h3", {}, title), numbersOf(name, title, rows, (table) => way === open && table.view === state.view && table.step === state.step));
   });
   // Runs, and ways to compute, may differ in what is tolerated.
-  const differs = new Set(ways.filter(([way]) => way === wayOf(false)).flatMap(([, of]) => of.map((table) => sci(table.row(name).tolerated, 1)))).size > 1;
-  if (differs && page.tolerance) sections[ways.findIndex(([way]) => way === wayOf(false))].append(el("p", { class: "quiet" }, page.tolerance));
-  if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch on, the rounding errors of all that comes before it add up."));
+  const differs = new Set(ways.filter(([way]) => way === FROM_BATCH).flatMap(([, of]) => of.map((table) => sci(table.row(name).tolerated, 1)))).size > 1;
+  if (differs && page.tolerance) sections[ways.findIndex(([way]) => way === FROM_BATCH)].append(el("p", { class: "quiet" }, page.tolerance));
+  if (ways.length > 1) sections[1].append(el("p", { class: "quiet" }, "Less is tolerated by itself: from the batch, the rounding errors of all that comes before it add up."));
   return sections;
 }
 
 function numbersOf(name, title, of, isOpen) {
   const runs = page.kind === "verification";
-  const head = ["step", ...(runs ? ["run"] : []), "of tolerated", ...(of[0].alone ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])];
+  const inWords = of[0].alone || isBatch(name);
+  const head = ["step", ...(runs ? ["run"] : []), isBatch(name) ? "" : "of tolerated", ...(inWords ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])].filter(Boolean);
   const body = of.map((table) => {
     const row = table.row(name);
     const errors = [[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated, 1)}`)));
     return el("tr", { class: isOpen(table) ? "now" : "" },
       el("td", {}, String(table.step)), runs ? el("td", {}, labelOf(table.view)) : null,
-      el("td", { class: "number" }, shared(row)), ...(table.alone ? [el("td", {}, row.said || "nothing")] : errors));
+      row.batch ? null : el("td", { class: "number" }, shared(row)), ...(inWords ? [el("td", {}, row.said || "nothing")] : errors));
   });
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: /^(step|run|what)/.test(one) ? "" : "number" }, one)))), el("tbody", {}, ...body)));
@@ -70,9 +71,9 @@ function pictureOf(name, state, row) {
     return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference and they are not too large." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
   }
   return [
-    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch on" : "Where the error lies"),
-      row.far ? el("p", { class: "where" }, whereText(state.view, state.step, name, row)) : null,
-      drawPicture(state.view, name, picture)),
+    el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch" : "Where the error lies"),
+      row.far ? el("p", { class: "where" }, placeText(state.view, name, row)) : null,
+      drawPicture(state.view, name, row)),
   ];
 }
 
@@ -80,11 +81,13 @@ function elementsOf(row) {
   if (!row?.picture) return [];
   const elements = row.picture.elements.map(([index, own, reference]) => el("tr", {},
     el("td", {}, `[${index.join(", ")}]`), el("td", { class: "number" }, digits(own)), el("td", { class: "number" }, digits(reference)),
-    el("td", { class: "number" }, own === null ? "not finite" : sci(own - reference))));
+    row.batch ? null : el("td", { class: "number" }, own === null ? "not finite" : sci(own - reference))));
+  const title = row.batch ? "The first elements that are not equal" : "The elements that are farthest off";
+  const head = ["index", "run", "reference", ...(row.batch ? [] : ["difference"])];
   return [
-    el("section", {}, el("h3", {}, "The elements that are farthest off"),
-      elements.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The elements that are farthest off" }, el("table", {},
-        el("thead", {}, el("tr", {}, ...["index", "run", "reference", "difference"].map((one) => el("th", { scope: "col", class: one === "index" ? "" : "number" }, one)))),
+    el("section", {}, el("h3", {}, title),
+      elements.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
+        el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: one === "index" ? "" : "number" }, one)))),
         el("tbody", {}, ...elements))) : el("p", {}, "none: all elements are equal")),
   ];
 }

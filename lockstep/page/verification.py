@@ -14,9 +14,8 @@ from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, LIMIT, MULTIPLE, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import floors, loss_gap
+from lockstep.verdict.recorded_update import and_more
 from lockstep.verdict.result import Diagnosis, Findings, Result
-
-MOST = 1  # failures that are no tensors
 
 
 def write(
@@ -47,7 +46,7 @@ def write(
             entries = found.dump.steps[str(step)]["tensors"].items()
             cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
             page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
-            # A tensor that is too far from the batch on has its picture there.
+            # A tensor that is too far from the batch has its picture there.
             far = {row.name for row in rows if row.too_far}
             alone = [
                 replace(row, picture=None) if row.name in far else row
@@ -86,13 +85,18 @@ def _view(result: Result, name: str, run: Findings) -> View:
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
     far = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
-    further = [f"{tensor} in step {step}" for step, _, tensor, _ in run.failures if (step, tensor) not in far]
+    copies = {(step, tensor) for step, tensor, _ in run.differing}
+    further: dict[str, list[str]] = {}
+    for step, _, tensor, _ in run.failures:
+        if (step, tensor) not in far:
+            what = "not the same on all ranks" if (step, tensor) in copies else "also wrong"
+            further.setdefault(what, []).append(f"{tensor} in step {step}")
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further=[*further[:MOST], *([f"{len(further) - MOST} more"] if further[MOST:] else [])],
+        further="; ".join(f"{what}: {and_more(names)}" for what, names in further.items()),
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],

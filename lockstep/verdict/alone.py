@@ -52,6 +52,11 @@ def sentence(rows: list[Judgement]) -> str:
     each = [name if len(own) == 1 else f"{name} in steps {', '.join(own)}" for name, own in steps.items()]
     names = ", ".join(each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
     where = f" ({first.where})" if first.where and first.factor is None else ""
+    if len(wrong) == 1:
+        return (
+            f"1 of {len(rows)} tensors is not what its module gives from the inputs that it had: {names}{where}: "
+            f"{briefly(first)}"
+        )
     return (
         f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
         f"the first{where}: {briefly(first)}"

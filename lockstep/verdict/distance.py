@@ -55,6 +55,7 @@ class Distance:
     # Of a first moment, the size of what it keeps of the one before, and of a parameter, what that gives to its change: where the new
     # gradient all but cancels it, the rounding errors are of this size.
     terms: Size = Size(0.0, 0.0)
+    unequal: str = ""  # of the batch, whose numbers are equal or not: how many are not, and where first
 
     @property
     def errors(self) -> Size:
@@ -220,10 +221,22 @@ def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> M
     distances = [
         each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
     ]
+    if name.startswith("batch/"):
+        for run, distance in zip(dumps, distances, strict=True):
+            distance.unequal = _unequal(dumps[run].tensor(step, name), references[run].tensor(step, name))
     differences = [each.result() for each in apart]
     return Measured(
         dict(zip(dumps, distances, strict=True)), dict(zip(dumps, differences, strict=True)), same
     )
+
+
+def _unequal(own: torch.Tensor, reference: torch.Tensor) -> str:
+    places = (own != reference).nonzero().tolist()
+    if not places:
+        return ""
+    first = tuple(places[0])
+    said = f"{own[first].item()}, not {reference[first].item()}"
+    return f"{len(places)} of {own.numel()} {'is' if len(places) == 1 else 'are'} not what was to be fed, first at {[*first]}: {said}"
 
 
 @QUIET

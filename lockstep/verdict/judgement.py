@@ -42,6 +42,9 @@ ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, 
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 FINE = 10  # pictures of one pass that have all blocks
 MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
+PART = (
+    0.01  # of how far a distance is beyond what is tolerated, that a factor is, so that it is what is wrong
+)
 NEAREST = 4  # tensors that are near enough and have a picture, too
 # Elements of a tensor that has a picture: several times as much memory is needed to draw it, in float64
 LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
@@ -99,16 +102,27 @@ class Judgement:
     @property
     def multiple(self) -> float:
         """The larger of the two errors, or the factor, in units of its tolerance; above 1 is too far."""
+        return max(self._of_distance, 0.0 if self.factor is None else self.factor.multiple)
+
+    @property
+    def _of_distance(self) -> float:
         return max(
             relative(self.distance.error, self.tolerated),
             relative(self.distance.largest_error, self.tolerated_largest),
-            0.0 if self.factor is None else self.factor.multiple,
         )
+
+    @property
+    def of_factor(self) -> str:
+        """What its factor is, and whether that alone shows what is wrong; "" if it has none, or it is but a part of another error."""
+        if self.factor is None or self.factor.multiple < PART * self._of_distance:
+            return ""
+        return self.factor.describe() + ("" if self.is_far else "; its distance is within what is tolerated")
 
     def describe(self) -> str:
         distance = self.distance
-        hidden = "" if self.is_far else "its distance is within rounding errors, that factor is not: "
-        factor = "" if self.factor is None else f"{self.factor.describe()}; {hidden}"
+        if distance.unequal:
+            return distance.unequal
+        factor = f"{self.of_factor}: " if self.of_factor else ""
         return (
             f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
@@ -129,7 +143,8 @@ def add_pictures(
     for number, row in enumerate([*far, *near]):
         side = COARSE if row.too_far and number >= FINE else SIDE
         if 0 < size_of(row) <= (LARGEST if row.too_far else LARGEST_NEAR):
-            row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side)
+            counted = row.kind == "batch"
+            row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side, counted=counted)
 
 
 class Yardstick:

@@ -25,7 +25,8 @@ class Picture:
     blocks: tuple[int, int]  # elements of a block, down and across
     cells: str  # a character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
     largest: float  # error of an element, at the highest level; each level below is DECADES / 61 less
-    wrong: int  # elements that are off by more than is tolerated of one
+    beyond: float  # this error, to two digits, an element is wrong
+    wrong: int  # elements that are
     # Of each dim, [start, length] of the runs of slices with wrong elements; one behind RUNS of them holds all others
     slices: list[list[list[int]]]
     elements: list[tuple[list[int], float, float]]  # index, the run's, the reference's; the farthest first
@@ -34,29 +35,47 @@ class Picture:
 
 
 def draw(
-    own: torch.Tensor, reference: torch.Tensor, tolerated: float, tolerated_largest: float, side: int = SIDE
+    own: torch.Tensor,
+    reference: torch.Tensor,
+    tolerated: float,
+    tolerated_largest: float,
+    side: int = SIDE,
+    *,
+    counted: bool = False,
 ) -> Picture:
-    """The picture of a tensor of any shape, not empty; a number is a vector of one. Tolerated are an absolute 2-norm of the error, and an error of one element."""
+    """The picture of a tensor of any shape, not empty; a number is a vector of one. Tolerated are an absolute 2-norm of the error, and an error of one element.
+
+    `counted`: its elements are equal or not, so each error is 1, and elements are listed in the order of their places.
+    """
     mine, right = (np.atleast_1d(tensor.detach().double().numpy()) for tensor in (own, reference))
     error = np.nan_to_num(np.abs(mine - right), nan=math.inf, posinf=math.inf)
-    wrong = error > tolerated_largest
-    if not wrong.any():  # the error is spread
-        wrong = error > 2 * tolerated / math.sqrt(error.size)
+    if counted:
+        error = np.sign(error)
+    beyond = tolerated_largest
+    if not (error > beyond).any():  # the error is spread
+        beyond = 2 * tolerated / math.sqrt(error.size)
+    wrong = error > beyond
     flat = error.reshape(-1, error.shape[-1])
     (down, across), blocks = _blocks(flat, side, np.maximum)
     finite = blocks[np.isfinite(blocks)]
     largest = float(finite.max()) if finite.size else 0.0
-    farthest = torch.from_numpy(error).flatten().topk(min(ELEMENTS, error.size)).indices
+    each = error.ravel()
+    farthest = (
+        np.flatnonzero(each)[:ELEMENTS]
+        if counted
+        else torch.from_numpy(each).topk(min(ELEMENTS, each.size)).indices
+    )
     places = [tuple(map(int, place)) for place in zip(*np.unravel_index(farthest, error.shape), strict=True)]
     return Picture(
         list(error.shape),
         (down, across),
         _levels(blocks, largest),
         largest,
+        float(f"{beyond:.2g}"),
         int(wrong.sum()),
         [_slices(wrong, dim) for dim in range(error.ndim)],
         [(list(place), _short(mine[place]), _short(right[place])) for place in places if error[place] > 0],
-        _squares(flat) if side == SIDE else None,
+        _squares(flat) if side == SIDE and not counted else None,
     )
 
 

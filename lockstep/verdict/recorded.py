@@ -18,7 +18,8 @@ from lockstep.plan.resources import free_bytes
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
-from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
+from lockstep.verdict.distance import distance_of
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients, Sum
 from lockstep.verdict.own_loss import Loss
@@ -26,11 +27,12 @@ from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_ranks import Ranks
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, described, judged, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
+ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
 SAME = 1e-9  # relative: two passes in float64
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
@@ -126,6 +128,7 @@ class _Step:
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
         self.loss_noise = 0.0
         self.alone_in_loss: list[str] = []  # parameters
         self.exact: list[Computed] = []
@@ -213,14 +216,47 @@ class _Step:
             )
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            terms = fitted.weights[len(self.micro) :]
+            if any(self._is_mean_of_ranks(torch.cat([known, terms])) for known in weighed.known):
+                self.of_ranks.say_mean_is_right()
         right = made_of(weights_of)
         self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
+        if nominal is not None:
+            self._count_in_worst(rows, columns, weighed, nominal)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         return nominal, after_modules
+
+    def _count_in_worst(
+        self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed, nominal: torch.Tensor
+    ) -> None:
+        """Measures how much each micro batch counts in the gradient that is farthest off, where most are right."""
+        worst = max(rows, key=lambda row: row.multiple)
+        name = worst.name.removeprefix("gradient/")
+        if not worst.too_far or self.gradients[name].numel() < ENOUGH * len(columns):
+            return
+        alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
+        counts = alone.weights[: len(self.micro)] / nominal
+        if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
+            self.counted = f"; in it, {weighed.counts(alone.weights)}"
+
+    def _is_mean_of_ranks(self, weights: torch.Tensor) -> bool:
+        """Whether the gradients in which replicas differ are right in their mean, for `weights` of the micro batches' losses."""
+        names, step = self.of_ranks.differ, self.verdict.step
+        means = {
+            f"gradient/{name}": self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in names
+        }
+        if not means or self.ranks[0].clips:
+            return False
+        right, near = (Sum(self.gradients, self._columns(of), weights) for of in (self.exact, self.near))
+        own, yardstick = (
+            {key: distance_of(of(key, name), right[name]) for key, name in zip(means, names, strict=True)}
+            for of in (lambda key, _: means[key], lambda _, name: near[name])
+        )
+        return not any(row.too_far for row in judged(step, own, yardstick, means, self.precision))
 
     def _leave_loss_out(self) -> dict[str, float]:
         """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
@@ -420,7 +456,10 @@ class _Step:
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
+            others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
+            also = f"; also {' and '.join(others)}" if 0 < len(others) <= 2 else ""
+            are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
             self.verdict.wrong.append(
-                f"{len(wrong)} of {len(rows)} gradients are too far from the reference, most of all "
-                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}"
+                f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"
+                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}{self.counted}{also}"
             )

@@ -14,6 +14,7 @@ from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_update import and_more
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
+NOT_REDUCED = "or not all of them"
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
@@ -24,6 +25,7 @@ class Ranks:
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
+        self.differ: list[str] = []  # gradients of which replicas have others
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -41,12 +43,11 @@ class Ranks:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
                 differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
-            (name, rank), more = differ[0], len(differ) - 1
-            others = f", and {more} more" if more else ""
+            self.differ = [one for one, _ in differ]  # the gradients are asked for last
+            name, rank = differ[0]
+            where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
-            self.verdict.wrong.append(
-                f"{KINDS[kind]} differ between ranks that hold the same: {name} on rank {rank}{others}{why}"
-            )
+            self.verdict.wrong.append(f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}")
         if not self.streamed and not self.reduced_later:
             return found
         return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))
@@ -55,6 +56,13 @@ class Ranks:
         """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
+
+    def say_mean_is_right(self) -> None:
+        """Of gradients that were not reduced: each rank has its own, and their mean is what it must be."""
+        self.verdict.wrong[:] = [
+            f"{one}: their mean over the ranks is right" if one.endswith(NOT_REDUCED) else one
+            for one in self.verdict.wrong
+        ]
 
     def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
         """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
@@ -116,7 +124,7 @@ class Ranks:
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
-        return f"; they were not reduced over ranks {first.rank} and {rank}, or not all of them"
+        return f"; they were not reduced over ranks {first.rank} and {rank}, {NOT_REDUCED}"
 
     def _first_alike(self, rank: int, name: str) -> Step:
         """The first other rank that holds the same of a gradient."""

@@ -72,14 +72,14 @@ def times(row: Judgement) -> str:
 
 def described(row: Judgement, alone: Judgement | None) -> str:
     """What is wrong with a row from the batch on, with its factor: the one of a part is known to the same row of modules by themselves."""
-    if alone is None or alone.factor is None:
+    if alone is None or alone.factor is None or not alone.of_factor:
         return row.describe() + times(row)
     return f"by itself, {alone.factor.describe()}; from the batch, {row.describe()}"
 
 
 def briefly(row: Judgement) -> str:
     """What is wrong with a row: its factor, or else its errors."""
-    return row.describe() + times(row) if row.factor is None else row.factor.describe()
+    return row.of_factor or row.describe() + times(row)
 
 
 def judged(

@@ -159,7 +159,9 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
 
 
 def and_more(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    """All of up to three names; of more, the first, and how many others there are."""
+    shown, last = (names[:1], f"{len(names) - 1} more") if len(names) > 3 else (names[:-1], names[-1])
+    return " and ".join([*([", ".join(shown)] if shown else []), last])
 
 
 def _judge_optimizer(

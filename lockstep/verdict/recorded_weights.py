@@ -62,6 +62,8 @@ class Weighed:
         )
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.tokens, self.divisors = list[int](), torch.ones(0)  # of the micro batches, and of their losses
+        self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
         # Weights of the losses, exactly as they should be; None if they are not near that
         self.nominal: torch.Tensor | None = None
 
@@ -79,6 +81,8 @@ class Weighed:
             MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"] + uncertain
         )
         tokens, divisors, candidates = self._weightings(expect)
+        self.tokens, self.divisors = tokens, divisors
+        self.known = [one.weights * divisors for one in candidates]
         measured = of_losses / divisors
         named = verdict.named = normalisation.nearest(measured, tokens, candidates)
         known = named.weighting.weights * divisors
@@ -96,7 +100,7 @@ class Weighed:
         if not named.off <= verdict.tolerated_weights or (not right and fitted.typical > TOO_MUCH):
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
             if fitted.typical <= verdict.tolerated_weights:
-                said = self._counts(measured, tokens)
+                said = self.counts(fitted.weights)
             verdict.wrong.append(
                 f"{said}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
             )
@@ -126,9 +130,10 @@ class Weighed:
                 return torch.full_like(of_losses, share * by_hand)
         return None
 
-    def _counts(self, measured: torch.Tensor, tokens: list[int]) -> str:
-        """How much each micro batch counts, by rank."""
-        counts = [float(one) * count for one, count in zip(measured, tokens, strict=True)]
+    def counts(self, weights: torch.Tensor) -> str:
+        """How much each micro batch counts, by rank, where its loss has this weight."""
+        measured = (weights[: len(self.micro)] / self.divisors).tolist()
+        counts = [one * count for one, count in zip(measured, self.tokens, strict=True)]
         least = self.verdict.tolerated_weights * max(map(abs, counts))
         shown = {
             share: ", ".join(
