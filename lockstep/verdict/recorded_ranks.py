@@ -43,7 +43,7 @@ class Ranks:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
                 differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
-            self.differ = [one for one, _ in differ]  # the gradients are asked for last
+                self.differ = [one for one, _ in differ]
             name, rank = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
