@@ -557,7 +557,7 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             {"loss": MEAN, "then": f"{IN_PARTS}; own[0].grad *= 1.01"},
             [],
             1,
-            "1 of 3 gradients are too far from the reference",
+            "1 of 3 gradients is too far from the reference",
         ),
         (
             {"loss": MEAN, "then": IN_PARTS.replace("own[1:]", "own[1:2]")},
@@ -571,7 +571,7 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             {"loss": MEAN, "then": f"net.head.weight.grad *= 1.01; {BY_VALUE}"},
             [],
             1,
-            "1 of 3 gradients are too far from the reference",
+            "1 of 3 gradients is too far from the reference",
         ),
         (
             {"loss": MEAN, "then": f"{BY_VALUE}; net.head.weight.grad *= 1.01"},
