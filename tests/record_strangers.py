@@ -599,17 +599,30 @@ class ReducesItself(Own):
 
 class Descent(torch.optim.Optimizer):
     local = 0  # gradients that are left as each rank has them
+    end = None  # of the parameters that are updated
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
 
     def step(self):
         for group in self.param_groups:
-            for number, one in enumerate(group["params"]):
+            for number, one in enumerate(group["params"][: self.end]):
                 gradient = one.grad.clone()
                 if number >= self.local:
                     dist.all_reduce(gradient)
                 one.data.sub_(group["lr"] / dist.get_world_size() * gradient)
+
+
+class OneLeftOut(ReducesItself):
+    """The last parameter is never updated, as where ranks divide parameters and one is left over."""
+
+    def wrap(self, net):
+        return DistributedDataParallel(net)
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.end = -1
+        return optimizer
 
 
 class SharedOut(Own):
@@ -697,6 +710,36 @@ class ClippedByHand(Own):
 
 
 # What a loop makes of outputs and gradients.
+
+
+class Bfloat16Clipped(Own):
+    """The norm is a number of bfloat16, and so is what gradients are multiplied with."""
+
+    def made(self):
+        inner = nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()
+        return nn.Sequential(*inner, nn.Linear(64, 3)).bfloat16()
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0].bfloat16()), given[1])
+
+    def clip(self):
+        norm = torch.nn.utils.get_total_norm([one.grad for one in self.net.parameters()])
+        # Of the numbers of bfloat16, this is as far from the nearest as one can be.
+        clip_grad_norm_(self.net.parameters(), (0.75 + 0.9 * 2**-9) * float(norm))
+
+
+class Entropy(Own):
+    """A cross-entropy with a bonus for entropy, which is nearer to some label smoothing than to none."""
+
+    def made(self):
+        return nn.Linear(6, 40)
+
+    def sample(self, generator):
+        return vectors(generator), classes(generator, 40)
+
+    def own_loss(self, given):
+        logits = self.wrapped(given[0]).log_softmax(-1)
+        return F.nll_loss(logits, given[1]) + 0.01 * (logits.exp() * logits).sum(-1).mean()
 
 
 class OfTasks(Own):
@@ -875,6 +918,13 @@ class PartNotInDDP(PartInDDP):
         pass
 
 
+class PartNotInDDPClipped(PartNotInDDP):
+    """By other norms on each rank, so all gradients differ; one part of them does before, too."""
+
+    def clip(self):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
 class SparseApart(Sparse):
     def wrap(self, net):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["table.weight"])
@@ -899,6 +949,29 @@ class ShiftedTwice(Recurrent):
 
 class NotShifted(ShiftedTwice):
     ahead = 0
+
+
+class ClippedEachTime(Own):
+    """Before the last micro batch, each rank has a norm of its own."""
+
+    def context(self, number):
+        return self.wrapped.no_sync() if number < self.micro - 1 else contextlib.nullcontext()
+
+    def backward(self, loss):
+        super().backward(loss)
+        clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+class EpsilonByRank(Own):
+    """One layer's epsilon is another on one rank."""
+
+    def made(self):
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8, eps=0.1 if self.rank else 1e-5), nn.Linear(8, 3)
+        )
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
 class StepsTwice(Own):
@@ -1546,6 +1619,31 @@ class Documents(Words):
 class DocumentsMixed(Documents):
     def made(self):
         return Causal(1)
+
+
+class DocumentsMixedElsewhere(DocumentsMixed):
+    """They begin elsewhere in each row, and one row has one alone."""
+
+    def sample(self, generator):
+        tokens, mask, _ = super().sample(generator)
+        return tokens, mask, (torch.arange(8) > torch.tensor([3, 2, 8, 1])[:, None]).long()
+
+
+class Scores(Words):
+    """A score of each row, which is that of its last token."""
+
+    def own_loss(self, given):
+        tokens, mask, documents = given
+        scores = self.wrapped(tokens, mask, documents)[..., 0].gather(1, self.last(mask)[:, None])
+        return -F.logsigmoid(scores[:2] - scores[2:]).mean()
+
+    def last(self, mask):
+        return mask.sum(1) - 1
+
+
+class ScoresOfPadding(Scores):
+    def last(self, mask):
+        return torch.full((4,), 7)
 
 
 class Causal(nn.Module):

@@ -16,6 +16,7 @@ from lockstep.verdict.judgement import (
     LIMIT,
     ROUNDOFF,
     Judgement,
+    is_vector_gradient,
     is_zero,
     measure,
     own_update_tolerance,
@@ -167,6 +168,19 @@ def test_a_single_draw_that_came_out_small_is_no_measure():
     lucky, usual = size(1e-9, 2.0), size(1e-6, 2.0)
     assert measure(lucky, typical) == pytest.approx((4e-7, 4e-8)) and measure(usual, typical) == usual.errors
     assert measure(lucky) == lucky.errors and typical_error([]) == EXACT
+
+
+@pytest.mark.parametrize(
+    "name, shape, found",
+    [
+        ("gradient/gate", [], True),
+        ("gradient/bias", [8], True),
+        ("gradient/weight", [8, 8], False),
+        ("forward/gate", [], False),
+    ],
+)
+def test_the_gradient_of_a_scalar_is_a_single_draw_as_well(name, shape, found):
+    assert is_vector_gradient(name, {"shape": shape}) == found
 
 
 @pytest.mark.parametrize(

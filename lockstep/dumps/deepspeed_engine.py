@@ -13,7 +13,7 @@ import torch
 
 from lockstep.dumps import tree
 from lockstep.dumps.kept import Kept
-from lockstep.dumps.optimizers import described
+from lockstep.dumps.optimizers import clip_by, described
 from lockstep.dumps.patches import replace
 
 
@@ -28,7 +28,9 @@ class Recorder(Protocol):
     removing: list[Callable[[], None]]
     engine_steps: bool
 
-    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None: ...
+    def see_clip(
+        self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float
+    ) -> None: ...
 
 
 def watch(recorder: Recorder) -> bool:
@@ -57,13 +59,14 @@ def watch(recorder: Recorder) -> bool:
             norm = engine.get_global_grad_norm()
             if engine.gradient_clipping() > 0 and norm is not None:
                 bound = float(engine.gradient_clipping())
-                recorder.clips.append({"max_norm": bound, "norm": float(norm), "later": True})
+                about = {"max_norm": bound, "norm": float(norm), "factor": clip_by(bound, float(norm))}
+                recorder.clips.append({**about, "later": True})
         return result
 
     def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
         parameters = list(parameters)
         norm = real_clip(parameters, max_norm, *arguments, **options)
-        recorder.see_clip(parameters, float(max_norm), float(norm))
+        recorder.see_clip(parameters, float(max_norm), float(norm), clip_by(float(max_norm), float(norm)))
         return norm
 
     recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]

@@ -35,9 +35,9 @@ def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
 
 
 def see_clipping(
-    model: torch.nn.Module, see: Callable[[list[torch.Tensor], float, float], None]
+    model: torch.nn.Module, see: Callable[[list[torch.Tensor], float, float, float], None]
 ) -> list[Undo]:
-    """Let `see` be told of (parameters, largest norm, norm) where some of the model's are clipped.
+    """Let `see` be told of (parameters, largest norm, norm, factor) where some of the model's are clipped.
 
     torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself.
     """
@@ -49,7 +49,9 @@ def see_clipping(
         whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
         own = {id(one) for one in tree.named_parameters(model).values()}
         if any(id(one) in own for one in parameters):  # else another model's
-            see(parameters, float(max_norm), float(whole))
+            # In the dtype of the norm, which may be bfloat16
+            factor = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
+            see(parameters, float(max_norm), float(whole), float(factor))
         return real(parameters, max_norm, total_norm, *rest, **options)
 
     return [

@@ -56,7 +56,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 2
+FORMAT = 3
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
@@ -197,7 +197,7 @@ class Recorder:
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     @_harmless
-    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float) -> None:
+    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float) -> None:
         own, given = tree.named_parameters(self.model), {id(one) for one in parameters}
         all_names = {name: one for name, one in own.items() if id(one) in given}
         names = [name for name, one in all_names.items() if one.grad is not None]
@@ -205,7 +205,7 @@ class Recorder:
         others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
         beside = torch.nn.utils.get_total_norm(others)
         beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
-        about = {"max_norm": max_norm, "norm": norm, "after": len(self.micro)}
+        about = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
         if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
             clip = {**about, "parameters": [], "beside": 0.0}
@@ -227,7 +227,7 @@ class Recorder:
             if f"unclipped/{name}" not in self.kept.places:
                 self.kept.keep_shard(f"unclipped/{name}", gradient)
         if own:
-            about = {"max_norm": bound, "norm": 0.0, "by_value": True, "parameters": list(own)}
+            about = {"max_norm": bound, "norm": 0.0, "factor": 1.0, "by_value": True, "parameters": list(own)}
             about |= {"after": len(self.micro), "too_late": self._have_stepped(list(own))}
             self.clips.append(about)
 
@@ -582,6 +582,7 @@ class Recorder:
             "step": self.step,
             "torch": torch.__version__,
             "frozen": self.frozen,
+            "attributes": self.attributes,
             "micro_batches": self.micro,
             "clips": self.clips,
             "optimizers": self.optimizers,

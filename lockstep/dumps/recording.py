@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from lockstep.dumps import pieces, tree
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.optimizers import clip_by
 from lockstep.dumps.recorder import FORMAT
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
@@ -63,17 +62,13 @@ class MicroBatch(Strict):
 class Clip(Strict):
     max_norm: MayBreakDown
     norm: MayBreakDown
+    factor: MayBreakDown  # by which gradients are multiplied
     by_value: bool = False  # each element, to at most max_norm
     later: bool = False  # after the gradients were recorded
     too_late: bool = False  # after the update
     after: Whole | None = None  # so many micro batches; None: all of them
     parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
     beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
-
-    @property
-    def factor(self) -> float:
-        """By which gradients are multiplied."""
-        return 1.0 if self.by_value else clip_by(self.max_norm, self.norm)
 
     def has(self, name: str) -> bool:
         return self.parameters is None or name in self.parameters
@@ -114,6 +109,7 @@ class Step(Strict):
     data_parallel: list[Whole]
     groups: list[list[Whole]] = []  # of ranks that communicate
     frozen: list[Name]  # parameters that require no gradient
+    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, as they were when the recording began
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
@@ -129,6 +125,12 @@ class Step(Strict):
     def clipped(self, name: str) -> float:
         """What clipping multiplied the recorded gradient of a parameter with."""
         return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
+
+    @property
+    def clipped_early(self) -> int | None:
+        """After how many micro batches a gradient was clipped that was not complete."""
+        micro = len(self.micro_batches)
+        return next((one.after for one in self.clips if one.after is not None and one.after < micro), None)
 
     @property
     def of_model(self) -> set[str]:

@@ -195,7 +195,8 @@ class OfDDP(Yardstick):
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
-    return name.startswith("gradient/") and len(entry["shape"]) == 1
+    """Whether it is the gradient of a vector or of a scalar."""
+    return name.startswith("gradient/") and len(entry["shape"]) <= 1
 
 
 def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:

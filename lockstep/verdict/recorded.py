@@ -93,8 +93,8 @@ def _not_linear(
     again = reference.compute(called, told)
     if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
-            "two passes of the recorded model over one micro batch differ: it draws random numbers, so no reference can follow it; "
-            "record a run without them"
+            "two passes of the recorded model over one micro batch differ: it draws random numbers or changes its own weights, "
+            "so no reference can follow it; record a run in which it does neither"
         )
     return name
 
@@ -329,10 +329,14 @@ class _Step:
         recorded_task.judge_replicas(self.verdict, exact, self.micro)
         before = len(self.verdict.wrong)
         wrong = modules.close()
-        first = next((row.name for row in modules.rows.values() if row.too_far), "")
-        if self.verdict.pieces == 1 and self.verdict.step == 1 and first.startswith("forward/"):
-            name = first.replace("/", "/0/", 1)
-            self.verdict.wrong[before:before] = recorded_pieces.explain(exact, self.micro, name)
+        first = next((row for row in modules.rows.values() if row.too_far), None)
+        if first is not None and first.which_pass == "forward":
+            why = self.of_ranks.unlike(
+                first.name.removeprefix("forward/"), [rank for rank, far in first.ranks.items() if far]
+            )
+            if not why and self.verdict.pieces == 1 and self.verdict.step == 1:
+                why = recorded_pieces.explain(exact, self.micro, first.name.replace("/", "/0/", 1))
+            self.verdict.wrong[before:before] = why
         return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:

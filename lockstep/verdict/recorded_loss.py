@@ -79,7 +79,11 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
         return None
     weight = along / square
     spread = float((torch.cat(weights) / weight - 1).abs().max())
-    if not (rest / size) ** 0.5 <= CLOSE[gradient.dtype] or not spread <= ALIKE or weight <= 0:
+    close = CLOSE[gradient.dtype]
+    if smoothing:
+        # Another term, such as an entropy, may be nearer to some smoothing than to none.
+        close = min(close, max(close * smoothing, FLOOR * torch.finfo(gradient.dtype).eps))
+    if not (rest / size) ** 0.5 <= close or not spread <= ALIKE or weight <= 0:
         return None
     return Recognised(labels, weight, smoothing)
 

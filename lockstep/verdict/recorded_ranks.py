@@ -40,7 +40,10 @@ class Ranks:
         if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
             self.reduced_later, differ = True, []
         if differ:
-            self.differ = [one for one, _ in differ]  # the gradients are asked for last
+            if kind == "gradient":
+                # A norm over gradients that are not reduced makes the others differ, too.
+                differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
+                self.differ = [one for one, _ in differ]
             name, rank = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
@@ -111,13 +114,11 @@ class Ranks:
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
-        about, key = self.ranks[rank], f"gradient/{name}"
-        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
-        first = next(one for one in (*alike, self.ranks[0]) if one is not about)
+        about, first = self.ranks[rank], self._first_alike(rank, name)
         numbers = len(first.micro_batches), len(about.micro_batches)
         if numbers[0] != numbers[1]:
             return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
-        if self._only_clipped_otherwise(first.rank, rank, name):
+        if self._only_clipped_otherwise(name, rank):
             norms = [next(clip.norm for clip in one.clips if clip.has(name)) for one in (first, about)]
             return f"; they were clipped by different norms, {norms[0]:.7g} and {norms[1]:.7g}"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
@@ -125,8 +126,15 @@ class Ranks:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
         return f"; they were not reduced over ranks {first.rank} and {rank}, {NOT_REDUCED}"
 
-    def _only_clipped_otherwise(self, first: int, rank: int, name: str) -> bool:
-        """Whether what two ranks have of a gradient differs by their factors of clipping."""
+    def _first_alike(self, rank: int, name: str) -> Step:
+        """The first other rank that holds the same of a gradient."""
+        about, key = self.ranks[rank], f"gradient/{name}"
+        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
+        return next(one for one in (*alike, self.ranks[0]) if one is not about)
+
+    def _only_clipped_otherwise(self, name: str, rank: int) -> bool:
+        """Whether what a rank and the first other one have of a gradient differs by their factors of clipping."""
+        first = self._first_alike(rank, name).rank
         if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
             return False
         before = []
@@ -151,8 +159,22 @@ class Ranks:
         ]
         return place[0] == place[1] and shards[0] != shards[1]
 
+    def unlike(self, module: str, ranks: list[int]) -> list[str]:
+        """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
+        return [
+            f"{name.replace(':', '.')} of ranks 0 and {rank} differ, {value} and {self.ranks[rank].attributes[name]}, so they compute otherwise"
+            for rank in ranks
+            for name, value in self.ranks[0].attributes.items()
+            if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value
+        ][:1]
+
     def judge_clips(self) -> None:
-        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum."""
+        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
+
+        Of a gradient that was not complete yet, they have other norms for this reason.
+        """
+        if any(one.clipped_early is not None for one in self.ranks.values()):
+            return
         (first, mine), *others = (
             (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
         )
@@ -251,16 +273,15 @@ class Ranks:
         """Whether the gradient was clipped before it was complete, or only a part of it."""
         wrong = self.verdict.wrong
         for rank, about in self.ranks.items():
-            micro = len(about.micro_batches)
-            for clip in about.clips:
-                if clip.after is not None and clip.after < micro:
-                    wrong.append(
-                        f"rank {rank} clipped after micro batch {clip.after - 1} of {micro}: the gradient was not complete"
-                    )
-                    return True
-                if clip.too_late:
-                    wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
-                    return True
+            micro, early = len(about.micro_batches), about.clipped_early
+            if early is not None:
+                wrong.append(
+                    f"rank {rank} clipped after micro batch {early - 1} of {micro}: the gradient was not complete"
+                )
+                return True
+            if any(clip.too_late for clip in about.clips):
+                wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
+                return True
             without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
             if about.clips and without:
                 wrong.append(

@@ -32,6 +32,8 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
         if found.mean.targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, reference, called, ids, found)
+        elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
+            _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
             _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
         if len(verdict.wrong) > before:
@@ -109,13 +111,31 @@ def _judge_targets(
                 return
     mask = _mask(called, ids)
     if mask:
-        padding = called.tensors[mask] == 0
-        after = torch.cat([padding[:, 1:], padding[:, -1:]], 1)
-        trained = int(((targets >= 0) & padding & after).sum())
+        trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
         if trained:
             verdict.wrong.append(
                 f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({where})"
             )
+
+
+def _judge_padding(verdict: StepVerdict, called: Called, ids: str) -> None:
+    """Where the loop makes a loss of its own, whatever it is, no gradient arrives at what the model returned for padding."""
+    mask = _mask(called, called.tensors[ids])
+    if not mask:
+        return
+    padding = _only_padding(called.tensors[mask])
+    for name, gradient in called.arrived.items():
+        if gradient.shape[:2] == padding.shape and gradient[padding].any():
+            verdict.wrong.append(
+                f"the loss depends on returned.{name} at padding, which {mask} leaves out (in micro batch {called.number} of rank {called.ranks[0]})"
+            )
+            return
+
+
+def _only_padding(mask: torch.Tensor) -> torch.Tensor:
+    """Where no token is and none follows: the last place of padding on the left may give the first token."""
+    padding = mask == 0
+    return padding & torch.cat([padding[:, 1:], padding[:, -1:]], 1)
 
 
 def _mask(called: Called, ids: torch.Tensor) -> str:
@@ -192,8 +212,10 @@ def _trials(
         found["mask"] = (masked, ~masked, what)
     for name, first in _second_documents(called, masked).items():
         how = "restart" if name == "position_ids" else "change"
-        what = f"documents that are packed in a row see each other: logits behind position {first}, where {name} {how}, depend on tokens before it"
-        found["documents"] = (places < first, (places >= first) & ~masked, what)
+        row = int((first > 0).nonzero()[0])
+        what = f"documents that are packed in a row see each other: logits behind position {int(first[row])}, where {name} {how}, depend on tokens before it"
+        later = (places >= first[:, None]) & (first[:, None] > 0)
+        found["documents"] = (places < first[:, None], later & ~masked, what)
     if targets is not None and _is_ahead(tokens, targets, 1):
         place = int((targets >= 0).nonzero()[:, 1].median())
         what = f"the logits depend on the tokens that they must give: those up to position {place} on later tokens"
@@ -201,8 +223,8 @@ def _trials(
     return found
 
 
-def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, int]:
-    """The first position at which a document begins in all rows of a micro batch, by the input that says so, if it says it."""
+def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The position of each row at which its second document begins, 0 if it has one alone, by the input that says so, if it says it."""
     found = {}
     for name, one in called.tensors.items():
         if one.shape != masked.shape or one.is_floating_point():
@@ -213,7 +235,7 @@ def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, int]:
             begins = one[:, 1:] != one[:, :-1]
         else:
             continue
-        places = (begins & ~masked[:, 1:] & ~masked[:, :-1]).all(0).nonzero()
-        if len(places):
-            found[name] = int(places[0]) + 1
+        begins &= ~masked[:, 1:] & ~masked[:, :-1]
+        if begins.any():
+            found[name] = torch.where(begins.any(1), begins.long().argmax(1) + 1, 0)
     return found

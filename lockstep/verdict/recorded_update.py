@@ -54,6 +54,9 @@ def judge(
     elif not optimizers[0].is_of_deepspeed:
         _judge_others(recording, verdict)
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
+    still = sorted(name for name in (held & gradients.keys()) - moved if bool(gradients[name].any()))
+    if still:
+        verdict.notes.append(f"the update did not change {and_more(still)}, which has a gradient")
     if moved & frozen:
         verdict.wrong.append(
             f"{and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
