@@ -65,7 +65,7 @@ class StepVerdict:
 def times(row: Judgement) -> str:
     """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor, or one is told of a part."""
     distance = row.distance
-    mostly = row.factor is None and abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
+    mostly = not row.of_factor and abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
     what = "it" if distance.change == distance.norm else "its change"
     return f"; {what} is {distance.scale:.5g} times the reference's" if mostly else ""
 
