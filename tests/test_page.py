@@ -161,7 +161,7 @@ def test_a_recording_has_both_ways(recorded):
     assert content["command"].startswith("python ") and content["command"] == found_out["command of the run"]
     made = {"script", "mesh", "precision", "device", "seed"}
     assert made < found_out.keys() and "not recorded" not in {found_out[name] for name in made}
-    assert found_out["mesh"] == "2 ranks; process groups: 0, 1"
+    assert found_out["mesh"] == "2 ranks; groups of ranks: 0, 1"
     assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
     assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")

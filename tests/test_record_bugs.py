@@ -19,7 +19,7 @@ GROUPS = "the number of data-parallel ranks or the ranks that see the same sampl
 ALL = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 13 more"
 SHARED = "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1 and 10 more"
 UNREDUCED = "they were not reduced over ranks 0 and 1, or not all of them"
-MEAN = ": their mean over the ranks is right"
+MEAN = ": each rank has its own, and their mean is right"
 NAMED, UNEXPLAINED = True, False
 NORM = "gradient/model.norm.weight"
 
@@ -574,10 +574,10 @@ def test_correct_variants_raise_no_alarm(judged, name):
 
 def test_what_each_micro_batch_counts_in_a_wrong_gradient(judged):
     """Where all others are right. Negative controls: a gradient of zeros, and twice the right one."""
-    counts = "; in it, the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)"
+    counts = "; in this gradient, the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0, 0, 0 (rank 1)"
     assert any(counts in line for line in said(judged["LayerNotReduced"])[1])
     for name in ("FrozenByZeroing", "MeshShardTwice"):
-        assert not any("; in it, the micro batches" in line for line in said(judged[name])[1])
+        assert not any("; in this gradient, the micro batches" in line for line in said(judged[name])[1])
 
 
 def test_a_mean_over_the_ranks_is_called_right_only_if_it_is(judged):

@@ -25,7 +25,7 @@ function placeText(view, name, row) {
   });
   const place = said.length ? said.join(", ") : "in every part of it";
   if (hidden) return `The factor is in ${said.length ? place : "all of it"}. Each element by itself is within rounding errors; only together do they show the factor.`;
-  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are off by more than one element may be";
+  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are off by more than is tolerated of one";
   return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}: ${place}.`;
 }
 

@@ -241,7 +241,7 @@ class _Step:
         alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
         counts = alone.weights[: len(self.micro)] / nominal
         if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
-            self.counted = f"; in it, {weighed.counts(alone.weights)}"
+            self.counted = f"; in this gradient, {weighed.counts(alone.weights)}"
 
     def _is_mean_of_ranks(self, weights: torch.Tensor) -> bool:
         """Whether the gradients in which replicas differ are right in their mean, for `weights` of the micro batches' losses."""
@@ -249,7 +249,7 @@ class _Step:
         means = {
             f"gradient/{name}": self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in names
         }
-        if not means or self.ranks[0].clips:
+        if not self.of_ranks.unreduced or self.ranks[0].clips:
             return False
         right, near = (Sum(self.gradients, self._columns(of), weights) for of in (self.exact, self.near))
         own, yardstick = (

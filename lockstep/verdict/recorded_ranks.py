@@ -14,7 +14,7 @@ from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_update import and_more
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
-NOT_REDUCED = "or not all of them"
+NOT_REDUCED = "were not reduced"
 SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
@@ -26,6 +26,7 @@ class Ranks:
         self.ranks = recording.steps[verdict.step - 1]
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.differ: list[str] = []  # gradients of which replicas have others
+        self.unreduced = ""  # what is said of those that were not reduced
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -47,7 +48,9 @@ class Ranks:
             name, rank = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(rank, name) if kind == "gradient" else ""
-            self.verdict.wrong.append(f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}")
+            said = f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}"
+            self.verdict.wrong.append(said)
+            self.unreduced = said if NOT_REDUCED in why else self.unreduced
         if not self.streamed and not self.reduced_later:
             return found
         return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))
@@ -58,11 +61,9 @@ class Ranks:
         return self.recording.whole(step, name, mean=mean)[0]
 
     def say_mean_is_right(self) -> None:
-        """Of gradients that were not reduced: each rank has its own, and their mean is what it must be."""
-        self.verdict.wrong[:] = [
-            f"{one}: their mean over the ranks is right" if one.endswith(NOT_REDUCED) else one
-            for one in self.verdict.wrong
-        ]
+        """Of gradients that were not reduced: no rank is the one to blame."""
+        wrong = self.verdict.wrong
+        wrong[wrong.index(self.unreduced)] += ": each rank has its own, and their mean is right"
 
     def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
         """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
@@ -124,7 +125,7 @@ class Ranks:
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
-        return f"; they were not reduced over ranks {first.rank} and {rank}, {NOT_REDUCED}"
+        return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them"
 
     def _first_alike(self, rank: int, name: str) -> Step:
         """The first other rank that holds the same of a gradient."""
