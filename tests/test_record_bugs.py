@@ -465,7 +465,8 @@ BUGS = {
         "huggingface/text-generation-inference/1036",
     ),
     "MeshNoBackwardSum": (
-        f"step 1: {SHARED}; {UNREDUCED}",
+        # The last norm's gradient is right but for the clipping.
+        f"step 1: {SHARED.replace('10 more', '9 more')}; {UNREDUCED}",
         NAMED,
         "backward/model.layers.0.post_attention_layernorm (micro batch",
         "pytorch/torchtitan/1805",
