@@ -10,10 +10,10 @@ from page_cases import HIDDEN, WRONG, row
 from test_history import require_origin
 
 from lockstep import compare
+from lockstep.ground.words import and_more
 from lockstep.verdict import alone, tensor_report
 from lockstep.verdict.factors import Factor
 from lockstep.verdict.recorded_rows import briefly
-from lockstep.verdict.recorded_update import and_more
 
 
 @pytest.fixture(scope="module")

@@ -300,8 +300,3 @@ def describe(name: str) -> str:
     if entering:
         return f"{entering[1]}'s input"
     return f"output {further[2]} of {further[1]}" if further else f"{name}'s output"
-
-
-def listed(names: list[str]) -> str:
-    """The first three of them, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -4,8 +4,9 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
-from lockstep.diagnosis.case import Case, listed
+from lockstep.diagnosis.case import Case
 from lockstep.dumps.layout import SEQUENCE
+from lockstep.ground.words import listed
 from lockstep.verdict.result import Cause
 
 MANY = 1 << 24  # elements: of larger gradients no copies are made

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.diagnosis import evidence
-from lockstep.diagnosis.case import LEFT, MOMENTS, Case, listed
+from lockstep.diagnosis.case import LEFT, MOMENTS, Case
+from lockstep.ground.words import listed
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause

@@ -5,7 +5,8 @@
     FOLDER/step_2.safetensors.part  a step that was not finished
 
 The manifest (lockstep/dumps/manifest.py) names a step only when its file is whole. lockstep/dumps/capture.py takes the tensors of a rank.
-Each rank writes its shards into the one file (step_file.py), at the places that placement.py computes; nothing is gathered. This module reads one and checks it against what the model must have computed (lockstep/dumps/layout.py).
+Each rank writes its shards into the one file (step_file.py), at the places that placement.py computes; nothing is gathered. This module
+reads a dump and checks it against what the model must have computed (lockstep/dumps/layout.py).
 """
 
 import functools

@@ -198,9 +198,8 @@ class Recorder:
 
     @_harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float) -> None:
-        own, given = tree.named_parameters(self.model), {id(one) for one in parameters}
-        all_names = {name: one for name, one in own.items() if id(one) in given}
-        names = [name for name, one in all_names.items() if one.grad is not None]
+        own = self._among(parameters)
+        names = [name for name, one in own.items() if one.grad is not None]
         of_model = {id(one) for one in own.values()}
         others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
         beside = torch.nn.utils.get_total_norm(others)
@@ -213,16 +212,11 @@ class Recorder:
         clip["beside"] = math.hypot(clip["beside"], beside)
         clip["parameters"] += names
         # An optimizer in the backward pass has set gradients to None.
-        clip["too_late"] = self._have_stepped(names or list(all_names))
+        clip["too_late"] = self._have_stepped(names or list(own))
 
     @_harmless
     def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:
-        given = {id(one) for one in parameters}
-        own = {
-            name: one.grad
-            for name, one in tree.named_parameters(self.model).items()
-            if id(one) in given and one.grad is not None
-        }
+        own = {name: one.grad for name, one in self._among(parameters).items() if one.grad is not None}
         for name, gradient in own.items():
             if f"unclipped/{name}" not in self.kept.places:
                 self.kept.keep_shard(f"unclipped/{name}", gradient)
@@ -230,6 +224,11 @@ class Recorder:
             about = {"max_norm": bound, "norm": 0.0, "factor": 1.0, "by_value": True, "parameters": list(own)}
             about |= {"after": len(self.micro), "too_late": self._have_stepped(list(own))}
             self.clips.append(about)
+
+    def _among(self, given: list[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """The model's parameters among these, by name."""
+        places = {id(one) for one in given}
+        return {name: one for name, one in tree.named_parameters(self.model).items() if id(one) in places}
 
     def _have_stepped(self, names: list[str]) -> bool:
         """Whether the optimizer of any of these parameters has stepped."""

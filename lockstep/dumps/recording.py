@@ -71,7 +71,11 @@ class Clip(Strict):
     beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
 
     def has(self, name: str) -> bool:
-        return self.parameters is None or name in self.parameters
+        return self.parameters is None or name in self._names
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.parameters or ())
 
 
 class Optimizer(Strict):

@@ -7,12 +7,13 @@ of the script runs. A name that has a plain value, such as a setting from the co
 import ast
 import dis
 import functools
-import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from lockstep.ground import user_file
 
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNING = (ast.Assign, ast.AnnAssign, ast.AugAssign)
@@ -50,8 +51,7 @@ class Definitions:
 
     def __init__(self, script: Script, package: str | None, values: Mapping[str, Any]):
         self.script, self.values = script, values
-        digest = hashlib.sha256(str(script.path).encode()).hexdigest()[:8]
-        self.module = types.ModuleType(f"{script.path.stem}_{digest}")
+        self.module = types.ModuleType(user_file.module_name(script.path))
         self.module.__dict__.update(__file__=str(script.path), __package__=package)
         sys.modules[self.module.__name__] = self.module  # where dataclasses look
         self.done: set[Any] = set()

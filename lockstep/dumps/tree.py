@@ -178,8 +178,10 @@ class Describing:
         values: TREE = {}
 
         def has_value(name: str) -> bool:
-            value = vars(main).get(name, main)
-            if name.startswith("__") or isinstance(value, (type, types.FunctionType, types.ModuleType)):
+            if name.startswith("__") or name not in vars(main):
+                return False
+            value = vars(main)[name]
+            if isinstance(value, (type, types.FunctionType, types.ModuleType)):
                 return False
             if isinstance(value, argparse.Namespace):
                 value = argparse.Namespace(**origin.without_secret_values(vars(value)))

@@ -51,9 +51,14 @@ def search(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
+def module_name(path: Path) -> str:
+    """Of a file that is no module by its place."""
+    return f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
 def import_file(path: Path) -> ModuleType:
     """A user's file as a module, under a name that processes started later can import again."""
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = module_name(path)
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec and spec.loader, "a name that ends in .py has a loader"

@@ -6,6 +6,7 @@ from pathlib import Path
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.ground import origin
+from lockstep.ground.words import and_more
 from lockstep.page.payload import HEADS, Losses, Page, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
@@ -14,7 +15,6 @@ from lockstep.verdict import report_tables, tensor_report
 from lockstep.verdict.judgement import COMPUTED, LIMIT, MULTIPLE, add_pictures
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.loss_tolerance import floors, loss_gap
-from lockstep.verdict.recorded_update import and_more
 from lockstep.verdict.result import Diagnosis, Findings, Result
 
 

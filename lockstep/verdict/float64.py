@@ -129,8 +129,8 @@ def _of_one_width(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
     if torch.float64 not in found or found.isdisjoint(LOWER):
         return args, kwargs
-    narrow, wide = LOWER, (torch.float64,) * len(LOWER)
-    return tuple(_cast(args, narrow, wide)), _cast(kwargs, narrow, wide)
+    wide = (torch.float64,) * len(LOWER)
+    return tuple(_cast(args, LOWER, wide)), _cast(kwargs, LOWER, wide)
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:

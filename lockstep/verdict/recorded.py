@@ -14,11 +14,11 @@ import torch
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.ground.errors import UserError
+from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
-from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients, Sum
@@ -27,7 +27,7 @@ from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_ranks import Ranks
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, described, judged, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
@@ -144,7 +144,7 @@ class _Step:
             )
         if self.ranks[0].hooked:
             verdict.notes.append(
-                f"a forward hook changes what {recorded_update.and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
+                f"a forward hook changes what {and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
                 "if that is meant, let the module's forward method do it"
             )
         ranks.judge_clips()
@@ -180,7 +180,7 @@ class _Step:
         recorded_update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         if self.alone_in_loss:
             verdict.leave(
-                f"the gradient of {recorded_update.and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+                f"the gradient of {and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
             )
         if self.ranks[0].of_others:
             verdict.leave(
@@ -211,13 +211,12 @@ class _Step:
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(
-                verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, self.clipped, beside
-            )
+            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
             weights_of = weighed.judge(fitted, again, expect)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
             terms = fitted.weights[len(self.micro) :]
-            if any(self._is_mean_of_ranks(torch.cat([known, terms])) for known in weighed.known):
+            means = self._means_of_ranks()
+            if any(self._are_right(means, torch.cat([known, terms])) for known in weighed.known if means):
                 self.of_ranks.say_mean_is_right()
         right = made_of(weights_of)
         self._judge_kept_gradient(fitted)
@@ -243,20 +242,21 @@ class _Step:
         if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
             self.counted = f"; in this gradient, {weighed.counts(alone.weights)}"
 
-    def _is_mean_of_ranks(self, weights: torch.Tensor) -> bool:
-        """Whether the gradients in which replicas differ are right in their mean, for `weights` of the micro batches' losses."""
-        names, step = self.of_ranks.differ, self.verdict.step
-        means = {
-            f"gradient/{name}": self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in names
-        }
+    def _means_of_ranks(self) -> dict[str, torch.Tensor]:
+        """Of the gradients that were not reduced, unless they were clipped since."""
         if not self.of_ranks.unreduced or self.ranks[0].clips:
-            return False
-        right, near = (Sum(self.gradients, self._columns(of), weights) for of in (self.exact, self.near))
-        own, yardstick = (
-            {key: distance_of(of(key, name), right[name]) for key, name in zip(means, names, strict=True)}
-            for of in (lambda key, _: means[key], lambda _, name: near[name])
-        )
-        return not any(row.too_far for row in judged(step, own, yardstick, means, self.precision))
+            return {}
+        step = self.verdict.step
+        return {
+            name: self.recording.whole(step, f"gradient/{name}", mean=True)[0]
+            for name in self.of_ranks.differ
+        }
+
+    def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
+        """Whether these are the gradients for `weights` of the micro batches' losses."""
+        right, near = (Sum(means, self._columns(of), weights) for of in (self.exact, self.near))
+        rows = judged_gradients(self.verdict.step, means, right, near, self.precision)
+        return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:
         """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
@@ -376,7 +376,7 @@ class _Step:
         unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(
-                f"nothing that was trained depends on {recorded_update.and_more(unused)}: without a gradient"
+                f"nothing that was trained depends on {and_more(unused)}: without a gradient"
             )
         for name in weights:
             size = max(
@@ -457,7 +457,7 @@ class _Step:
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
             others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
-            also = f"; also {' and '.join(others)}" if 0 < len(others) <= 2 else ""
+            also = f"; also {and_more(others)}" if 0 < len(others) <= 2 else ""
             are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"

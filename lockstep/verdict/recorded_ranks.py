@@ -8,10 +8,10 @@ import torch
 
 from lockstep.dumps.recording import Called, Recording, Step
 from lockstep.ground.errors import UserError
+from lockstep.ground.words import and_more
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.recorded_update import and_more
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
 NOT_REDUCED = "were not reduced"

@@ -10,11 +10,11 @@ import torch
 
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Called
+from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.recorded_update import and_more
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
 

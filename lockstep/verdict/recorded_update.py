@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
+from lockstep.ground.words import and_more
 from lockstep.verdict.distance import PIECE, distance_of_pieces, relative
 from lockstep.verdict.judgement import (
     LIMIT_OF_UPDATE,
@@ -156,12 +157,6 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
-
-
-def and_more(names: list[str]) -> str:
-    """All of up to three names; of more, the first, and how many others there are."""
-    shown, last = (names[:1], f"{len(names) - 1} more") if len(names) > 3 else (names[:-1], names[-1])
-    return " and ".join([*([", ".join(shown)] if shown else []), last])
 
 
 def _judge_optimizer(

@@ -39,7 +39,7 @@ def shares_of(micro: list[Called]) -> list[int]:
 
 
 class Weighed:
-    """`made_of` gives the gradient for weights of the micro batches' losses, then of their further terms."""
+    """`made_of` gives the gradient, clipped as the run did, for weights of the micro batches' losses, then of their further terms."""
 
     def __init__(
         self,
@@ -48,15 +48,13 @@ class Weighed:
         micro: list[Called],
         exact: list[Computed],
         made_of: Callable[[torch.Tensor], Gradients],
-        elsewhere: int = 0,
-        norm_of_steps: Callable[[], float] = lambda: 0.0,
-        clipped: dict[str, float] | None = None,
-        beside: dict[str, float] | None = None,
+        elsewhere: int,
+        norm_of_steps: Callable[[], float],
+        beside: dict[str, float],
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.made_of = verdict, ranks, micro, exact, made_of
         self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
-        self.clipped = clipped or {}  # by what factor, by parameter; `made_of` has it in what it gives
-        self.beside = beside or {}  # the norms of recorded gradients that are not judged
+        self.beside = beside  # the norms of recorded gradients that are not judged
         self.norm_of_steps = (
             norm_of_steps  # the norm that the gradients of several steps have; 0 if they have others
         )
@@ -281,8 +279,10 @@ class Weighed:
     def _judge_clips(self, weights: torch.Tensor) -> None:
         """Each norm that the run clipped by, against that of the reference's gradients. `weights` are those of the gradient before."""
         clips = [one for one in self.ranks[0].clips if not one.by_value]
+        if not clips:
+            return
         whole = self.made_of(weights)
-        sizes = {name: _Size(tensor) for name, tensor in whole.items() if clips and tensor.numel()}
+        sizes = {name: _Size(tensor) for name, tensor in whole.items() if tensor.numel()}
         until_then = dict.fromkeys([*whole, *self.beside], 1.0)
         for number, clip in enumerate(clips):
             own = [name for name in until_then if clip.has(name)]
