@@ -116,12 +116,14 @@ def made(model_type: str, name: str, task: str) -> torch.nn.Module:
     config.decoder_start_token_id = SIZES["bos_token_id"]
     if task.endswith("CLASSIFICATION"):
         config.num_labels = LABELS
+    with torch.device("meta"):
+        parameters = getattr(transformers, name)(config).parameters()
+    if sum(one.numel() for one in parameters) > LARGEST:
+        raise ValueError("too large")
     model = getattr(transformers, name)(config).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    if sum(one.numel() for one in model.parameters()) > LARGEST:
-        raise ValueError("too large")
     return model
 
 

@@ -4,12 +4,7 @@ lockstep record --output runs/mine train.py --my --args       python -m lockstep
 lockstep judge runs/mine                                      python -m lockstep.judge
 """
 
-if __name__ == "__main__":
-    from lockstep.ground import startup
-
-    startup.begin()  # first: from now on Ctrl-C and a missing package are one line each
-
-import importlib
+import runpy
 import sys
 
 from lockstep.ground.errors import UserError, run_program
@@ -18,12 +13,13 @@ COMMANDS = ("record", "judge")
 
 
 def main() -> int:
-    command, arguments = next(iter(sys.argv[1:]), ""), sys.argv[2:]
+    command = next(iter(sys.argv[1:]), "")
     if command in ("-h", "--help"):
         print(__doc__.strip())
         return 0
     if command in COMMANDS:
-        return importlib.import_module(f"lockstep.{command}").main(arguments)
+        sys.argv[:2] = [f"lockstep {command}"]
+        runpy.run_module(f"lockstep.{command}", run_name="__main__")  # ends the program
 
     def body() -> int:
         raise UserError(f"{command or 'nothing'} is no command; choose from {', '.join(COMMANDS)}")
@@ -32,4 +28,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    startup.end(main())
+    sys.exit(main())

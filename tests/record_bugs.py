@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import itertools
 
 import torch
 import torch.distributed as dist
 from recorded_loops import EXAMPLE, SIZE, Samples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -544,11 +546,32 @@ class Epochs(MicroMeans):
         super().train()
 
     def endless(self):
-        while True:
+        for epoch in itertools.count():
+            self.begin(epoch)
             yield from self.loader
+
+    def begin(self, epoch):
+        if isinstance(self.loader.sampler, torch.utils.data.DistributedSampler):
+            self.loader.sampler.set_epoch(epoch)
 
     def batch(self, number):
         return next(self.batches)
+
+
+class SameOrderEachEpoch(Epochs):
+    """The sampler shuffles by the epoch, and is not told of it."""
+
+    def begin(self, epoch):
+        pass
+
+
+class RateOfOneRank(MicroMeans):
+    """Each rank's learning rate follows its own progress, and each updates its share of the parameters."""
+
+    def make_optimizer(self):
+        parameters = [one for one in self.net.parameters() if one.requires_grad]
+        rate = 1e-3 * (1 + 0.01 * self.rank)
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=rate)
 
 
 class SamplerForgotten(Epochs):
@@ -1302,10 +1325,6 @@ class LastWindowRight(MicroMeans):
         window = super().window()[: 3 - self.step]
         self.micro = len(window)
         return window
-
-
-class SameOrderEachEpoch(Epochs):
-    """set_epoch() is not called, so each epoch has the same order."""
 
 
 class Hybrid(Mesh):

@@ -12,6 +12,7 @@ from edited import edit, flip_byte, overwrite, take_out
 from lockstep import compare
 from lockstep.dumps.dump import Dump
 from lockstep.dumps.layout import Layout
+from lockstep.dumps.manifest import FORMAT
 from lockstep.dumps.record import configuration
 from lockstep.dumps.step_file import checksum
 from lockstep.ground.errors import UserError
@@ -134,8 +135,8 @@ def test_what_is_no_regular_file_is_not_opened(dumps, copy, capsys, name):
     [
         ("", "not valid JSON"),
         ("{}", "not a dump's manifest"),
-        ('{"format": 99}', "format 99, this version reads 6"),
-        ('{"format": 6, "run": {}}', "not what its sha256 says"),
+        ('{"format": 99}', f"format 99, this version reads {FORMAT}"),
+        (f'{{"format": {FORMAT}, "run": {{}}}}', "not what its sha256 says"),
     ],
 )
 def test_a_broken_manifest_is_found(dumps, copy, capsys, text, message):

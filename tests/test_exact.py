@@ -10,7 +10,7 @@ from families import one_thread  # noqa: F401 - a fixture
 
 from lockstep.dumps.trace import layout_of
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.verdict.float64 import Float64, make_exact
+from lockstep.verdict.float64 import Float64, Told, make_exact
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,3 +163,30 @@ def test_a_choice_is_taken_and_judged():
     assert indices[:3].equal(told[:3]) and values[1].tolist() == pytest.approx([0.6, 0.1])
     regrets = mode.regrets[1].tolist()
     assert regrets[:3] == pytest.approx([-0.1, 0.2, -0.2]) and regrets[3:] == [math.inf] * 2
+
+
+def router(logits, of_groups, of_experts):
+    """DeepSeek's: the best groups, then the best experts in them."""
+    groups = torch.topk(logits.view(-1, 4, 2).sum(-1), of_groups, dim=-1).indices
+    inside = torch.zeros(len(logits), 4).scatter(1, groups, 1).repeat_interleave(2, 1)
+    return torch.topk(logits.masked_fill(inside == 0, -torch.inf), of_experts, dim=-1).indices
+
+
+def test_groups_are_told_by_their_experts():
+    """Which groups a run chose is not captured. Those of its experts are taken, and judged as its choice."""
+    scores = torch.tensor(
+        [[0.5, 0.4, 0.3, 0.3, 0.2, 0.1, 0.0, 0.0], [0.5, 0.4, 0.1, 0.1, 0.3, 0.2, 0.0, 0.0]]
+    )
+    told = torch.tensor([[0, 2], [1, 2]])  # the second row's groups are 0 and 1, though 2 is better
+    with Told({1: told}, {1: 8}) as mode:
+        assert router(scores, 2, 2).equal(told)
+    taken = mode.taken({1: "gate.2"})
+    assert {name: pytest.approx(one.regret) for name, one in taken.items()} == {
+        "gate.2 (groups)": 0.3,
+        "gate.2": 0.4,
+    }
+    with Told(
+        {1: told}
+    ) as mode:  # negative control: without the number of experts, the groups are the mode's own
+        router(scores, 2, 2)
+    assert mode.taken({1: "gate.2"})["gate.2"].regret == math.inf

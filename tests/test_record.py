@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
+from programs import in_process
 from ranks import ROOT, free_port, run_groups
 
-from lockstep import __main__ as command
 from lockstep import judge, record
 from lockstep.dumps import recorder, tree
 from lockstep.dumps.recording import Recording
@@ -617,12 +617,9 @@ def test_loops_of_one_process(tmp_path, capsys, loop, arguments, status, said):
         (["--help"], 0, "lockstep judge runs/mine"),
     ],
 )
-def test_the_command(tmp_path, monkeypatch, capsys, arguments, status, said):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
-    assert command.main() == status
-    captured = capsys.readouterr()
-    assert said in captured.out + captured.err
+def test_the_command(tmp_path, arguments, status, said):
+    ended = in_process("lockstep/__main__.py", *arguments, cwd=tmp_path)
+    assert ended.returncode == status and said in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name.startswith("tiny")])

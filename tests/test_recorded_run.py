@@ -24,6 +24,7 @@ class Made:
                         "rates": [0.1],
                         "scheduled": {},
                         "data_sets": [],
+                        "shuffled": False,
                         "evaluated": 0,
                         **fields,
                     }
@@ -98,6 +99,25 @@ def test_a_schedule_that_has_ended():
     for steps in made.runs:
         steps[-3:] = [step.model_copy(update={"rates": [0.0]}) for step in steps[-3:]]
     assert "the learning rate is 0 in the last 3 of 8 steps" in judged(made).wrong[0]
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_epochs_in_one_order(shuffled):
+    verdict = judged(Made(2 * epochs(1), shuffled=shuffled))
+    assert ["set_epoch(epoch) is missing" in said for said in verdict.wrong] == shuffled * [True]
+    assert verdict.notes == ([] if shuffled else ["samples come in the same order in each epoch"])
+    few = judged(Made(2 * epochs(1, size=8, steps=2), shuffled=True))  # by chance
+    anew = judged(Made(epochs(2), shuffled=True))
+    assert few.wrong == few.notes == anew.wrong == anew.notes == []
+
+
+def test_a_learning_rate_of_one_rank():
+    made = Made(epochs(1), rates=[0.1, 0.2])
+    assert judged(made).wrong == []
+    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.1, 0.4]})
+    assert judged(made).wrong == ["step 3: the learning rate is 0.4 on rank 1 and 0.2 on rank 0"]
+    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.4]})  # the rank has other groups
+    assert judged(made).wrong == []
 
 
 def test_a_shorter_window_is_noted():

@@ -211,8 +211,25 @@ def test_a_choice_of_scores_from_two_tensors_names_none(own_code):  # noqa: F811
 
     own_code.setattr(modeling_mixtral.MixtralTopKRouter, "forward", of_two)
     layout = layout_of(architecture("mixtral"), "eager")
-    assert layout.choices["model.layers.0.mlp.gate.2"] == Choice(call=1, scores="")
-    assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(call=3, scores="")
+    assert layout.choices["model.layers.0.mlp.gate.2"] == Choice(call=1, width=4, scores="", number=0)
+    assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(call=3, width=4, scores="", number=0)
+
+
+def test_a_choice_that_no_module_returns_follows_from_its_logits():
+    """Llama 4's router returns scores, of which those that it does not choose are zero."""
+    llama4 = {
+        **architecture("llama"),
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    }
+    layout = layout_of(llama4, "eager")
+    logits = [f"model.layers.{number}.feed_forward.router.1" for number in (0, 1)]
+    assert layout.choices == {
+        name: Choice(call=call, width=4, scores=name, number=1) for call, name in enumerate(logits)
+    }
+    choice = layout.choices[logits[0]]
+    assert choice.of(torch.tensor([[0.1, 0.4, 0.3, 0.2]])).tolist() == [[1]]
 
 
 MEMORY = """

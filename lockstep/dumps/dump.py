@@ -142,7 +142,8 @@ class Dump:
                 raise UserError(
                     f"{path}: step {step}: {name} is {entry['shape']}, with this model and batch it must be {list(expected[name])}; {REMEDY}"
                 )
-            whole = name.startswith("batch/") or name.removeprefix("forward/") in self.layout.choices
+            choice = self.layout.choices.get(name.removeprefix("forward/"))
+            whole = name.startswith("batch/") or (choice is not None and not choice.number)
             if (entry["dtype"] == "I64") != whole or (self.exact and entry["dtype"] not in ("F64", "I64")):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
         # Which further outputs a module has depends on its kernel, and all that is made of them is judged.

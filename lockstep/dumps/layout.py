@@ -10,7 +10,7 @@ and, backward, the gradient of the loss with respect to each of them. lockstep/d
 holds the layout of its model, so reading one builds no model.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ from lockstep.ground import schemas
 from lockstep.ground.schemas import Name, Shape, Size, Strict, Whole
 from lockstep.inputs.modules import Names
 from lockstep.inputs.shapes import Description
+
+if TYPE_CHECKING:
+    import torch
 
 BATCH, SEQUENCE = "batch", "sequence"
 State = dict[str, dict[str, tuple[int, ...]]]  # what an optimizer keeps: kind -> parameter -> shape
@@ -29,10 +32,16 @@ def state_of(optimizer: str, parameters: dict[str, tuple[int, ...]]) -> State:
 
 
 class Choice(Strict):
-    """A discrete choice that the model makes, such as a router's of experts: the indices that `torch.topk` returned."""
+    """A discrete choice that the model makes, such as a router's of experts, by `torch.topk`."""
 
     call: Whole  # the number of the call of `torch.topk` in a forward pass, from 0
+    width: Whole  # the number of scores that it chooses from
     scores: str  # the captured tensor that the scores are computed from; "" if there is none
+    number: Whole  # how many are chosen where the captured tensor has their logits; 0: it has the indices
+
+    def of(self, captured: "torch.Tensor") -> "torch.Tensor":
+        """The indices."""
+        return captured.topk(self.number, dim=-1).indices if self.number else captured
 
 
 Symbols = Annotated[
@@ -50,7 +59,7 @@ class Layout(Strict):
     inputs: dict[Name, dict[Name, Name]]
     sources: dict[Name, schemas.Names]  # name -> the captured tensors that it is directly computed from
     flat: schemas.Names  # those whose first dim is batch x sequence, and is captured as two
-    choices: dict[Name, Choice]  # name of captured indices -> how they are chosen
+    choices: dict[Name, Choice]  # by the name of captured indices, or of the logits that they follow from
     unknown: schemas.Names  # outputs that are not captured: a dim follows neither the batch nor the sequence
     state: dict[Name, dict[Name, Shape]]
     tables: schemas.Names  # modules whose output does not depend on the weights, such as a rotary table

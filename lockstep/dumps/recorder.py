@@ -56,7 +56,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 3
+FORMAT = 4
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"

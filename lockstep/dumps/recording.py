@@ -160,6 +160,7 @@ class RunStep(Strict):
     rates: list[MayBreakDown]
     scheduled: dict[Name, Whole]
     data_sets: list[Whole]
+    shuffled: bool
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

@@ -23,6 +23,8 @@ from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, use_eager_experts
 
 SIZES = ((2, 3), (4, 5), (3, 7))  # batch and sequence of the passes
+# Nodes of autograd whose result has the order of what they are given
+IN_ORDER = ("SoftmaxBackward0", "SigmoidBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
 def layout_of(architecture: dict, attn_impl: str, *, positions: bool = False) -> Layout:
@@ -245,7 +247,7 @@ class _Trace:
         return indices.index(storage(tensor)) if storage(tensor) in indices else None
 
     def choices(self, outputs: dict[str, tuple]) -> dict[str, Choice]:
-        """Name -> choice, of the captured tensors that are indices of topk."""
+        """Name -> choice, of the captured tensors that are indices of topk, or logits of them where no module returns the indices."""
         nodes = {
             tensor.grad_fn: name
             for name, tensor in self.tensors.items()
@@ -255,8 +257,15 @@ class _Trace:
         for name in outputs:
             call = self.chosen(self.tensors[name])
             if call is not None:
-                nearest = _nearest(self._topk.seen[call][0].grad_fn, nodes)
-                found[name] = Choice(call=call, scores=nearest[0] if len(nearest) == 1 else "")
+                scores = self._topk.seen[call][0]
+                nearest = _nearest(scores.grad_fn, nodes)
+                source = nearest[0] if len(nearest) == 1 else ""
+                found[name] = Choice(call=call, width=scores.shape[-1], scores=source, number=0)
+        known = {choice.call for choice in found.values()}
+        for call, (scores, indices) in enumerate(self._topk.seen):
+            name, width = _ranked(scores.grad_fn, nodes), scores.shape[-1]
+            if call not in known and name is not None and self.tensors[name].shape[-1] == width:
+                found[name] = Choice(call=call, width=width, scores=name, number=indices.shape[-1])
         return found
 
     def sources(self, outputs: dict[str, tuple]) -> dict[str, tuple[str, ...]]:
@@ -281,6 +290,13 @@ def _loss_on_meta(
     """The loss, with a mask of four dims, which is taken as it is: without one transformers looks at the positions' values."""
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1])
     return causal_lm_loss(model, ids, ids, position_ids, attention_mask=mask)
+
+
+def _ranked(node: Node | None, named: dict[Node, str]) -> str | None:
+    """The named tensor whose elements have the order of those that a node computed."""
+    while node is not None and node not in named:
+        node = node.next_functions[0][0] if node.name() in IN_ORDER else None
+    return None if node is None else named[node]
 
 
 def _nearest(node: Node | None, named: dict) -> list[str]:

@@ -1,7 +1,8 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them,
+                               "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
 """
@@ -20,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.dumps.hashes import hashes
 from lockstep.dumps.patches import see_calls
@@ -45,6 +47,7 @@ class WholeRun:
             register_optimizer_step_post_hook(self._after_update).remove,
             see_calls(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
+            see_calls(DistributedSampler, "__iter__", self._see_order),
         ]
 
     def _begin(self) -> None:
@@ -53,6 +56,7 @@ class WholeRun:
         self.rates: list[float] = []
         self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
         self.data_sets: set[int] = set()
+        self.shuffled = False
         self.evaluated, self.called = 0, False
 
     def see_evaluation(self, output: torch.Tensor | None) -> None:
@@ -92,6 +96,7 @@ class WholeRun:
                     by: times for (by, _), times in sorted(self.scheduled.items(), key=lambda one: one[1])
                 },
                 "data_sets": sorted(self.data_sets),
+                "shuffled": self.shuffled,
                 "evaluated": self.evaluated,
             }
         )
@@ -124,6 +129,9 @@ class WholeRun:
     def _see_data(self, loader: Any) -> None:
         with contextlib.suppress(TypeError):  # an iterable data set has no length
             self.data_sets.add(len(loader.dataset))
+
+    def _see_order(self, sampler: DistributedSampler) -> None:
+        self.shuffled |= sampler.shuffle
 
     def write(self) -> None:
         if not self.lines:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.verdict.float64 import Taken
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.recorded_loss import Mean
 
@@ -21,14 +22,6 @@ class Term:
 
 
 @dataclass
-class Choice:
-    """What the model was told to choose, such as experts."""
-
-    regret: float  # by how much a score that was left out is above one that was taken, at most
-    scores: torch.Tensor
-
-
-@dataclass
 class Computed:
     """What a micro batch gives."""
 
@@ -39,7 +32,7 @@ class Computed:
     terms: dict[str, Term]
     # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     modules: Mapping[str, torch.Tensor]
-    told: dict[str, Choice]  # by the name of the output that has it
+    told: dict[str, Taken]  # by the name of the output that has it
     mean: Mean = field(default_factory=Mean)  # known in a free pass in float64 alone
     # In free passes:
     # Of `modules`, which take the most memory and are dropped

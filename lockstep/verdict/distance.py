@@ -20,7 +20,6 @@ from lockstep.training.optim import decays
 
 # elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
 BLOCK = 1 << 13
-PIECE = 1 << 22  # elements of a tensor in memory
 
 
 class Size(NamedTuple):
@@ -179,7 +178,7 @@ QUIET = np.errstate(over="ignore", invalid="ignore")
 def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor | None = None) -> Distance:
     """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
     flat = [tensor.detach().reshape(-1) for tensor in (own, reference, before) if tensor is not None]
-    return distance_of_pieces(zip(*(tensor.split(PIECE) for tensor in flat), strict=True))
+    return distance_of_pieces(zip(*(tensor.split(BLOCK) for tensor in flat), strict=True))
 
 
 @QUIET

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from lockstep.verdict.distance import PIECE
-
+PIECE = 1 << 22  # elements of a tensor that memory has at a time
 RATE = 1e-6  # of false alarms, of all projections of a run
 BLOCKS = 32  # at most, that a dim is cut into
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first

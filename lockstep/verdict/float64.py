@@ -9,6 +9,7 @@ differs. So the reference can be told what a run chose. It then reports how far 
 """
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,22 @@ from lockstep.inputs.shapes import use_eager_experts
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+GROUPS = " (groups)"  # after the name of a choice of experts
+
+
+@dataclass
+class Taken:
+    """A choice that the model was told, such as of experts."""
+
+    regret: float  # by how much a score that was left out is above one that was taken, at most
+    scores: torch.Tensor
 
 
 class Told(CountsTopk):
     """Lets `torch.topk` return what it is told, by the number of the call.
 
-    A router may choose groups of experts in the call before. It is then told those of the experts; `widths` are the numbers of scores of
-    all calls, by which this is seen.
+    A router may choose groups of experts in the call before. It is then told those of the experts; `widths` are the numbers of scores that
+    experts are chosen from, by the call, by which this is seen.
 
     `own` are the indices of the calls that were not told. `regrets` has, for each that was, by how much the least chosen score is below the
     greatest that was not chosen, for every row; at most 0 where the choice is the mode's own, and infinite where topk could not make it:
@@ -51,6 +61,13 @@ class Told(CountsTopk):
         taken = experts.reshape(*scores.shape[:-1], -1) // (width // groups)
         first = torch.zeros_like(scores).scatter(-1, taken.clamp(0, groups - 1), torch.inf)
         return torch.topk(scores + first, result.indices.shape[-1]).indices
+
+    def taken(self, names: dict[int, str]) -> dict[str, Taken]:
+        """The choices that were told, by the `names` of those of experts; that of their groups has GROUPS after it."""
+        return {
+            names.get(number) or names[number + 1] + GROUPS: Taken(float(regret.max()), self.scores[number])
+            for number, regret in self.regrets.items()
+        }
 
     def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
         """What topk along the last dim would return if it chose as it is told."""

@@ -18,7 +18,7 @@ from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.alone import Alone, digest_of, with_factors
-from lockstep.verdict.computed import Choice, Computed, Passes
+from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
@@ -50,6 +50,7 @@ class Forced(Passes):
         self.model, self.exact, layout = model, exact, dump.layout
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
         self.names = {choice.call: name for name, choice in layout.choices.items()}
+        self.widths = {choice.call: choice.width for choice in layout.choices.values()}
         self.handles = [
             model.get_submodule(module).register_forward_pre_hook(
                 functools.partial(self._enter, places), with_kwargs=True
@@ -84,19 +85,14 @@ class Forced(Passes):
     def compute(self, micro: MicroBatch, share: float, num_labels: int | None) -> Computed:
         """Adds the gradient of `share` times the micro batch's loss, a mean over its tokens or a sum divided by `num_labels`."""
         self.written, self.modules = micro.written, {}
-        mode = (Float64 if self.exact else Told)(micro.choices)
+        mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
         with mode, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
         self.hooks.end()
         with mode:
             (share * loss).backward()
-        chosen = {
-            self.names[call]: Choice(float(regret.max()), mode.scores[call])
-            for call, regret in mode.regrets.items()
-            if call in self.names  # a router's groups of experts are told by its experts
-        }
-        return Computed({}, float(loss.detach()), 1.0, {}, self.modules, chosen)
+        return Computed({}, float(loss.detach()), 1.0, {}, self.modules, mode.taken(self.names))
 
     def gradients(self) -> Lazy:
         """Of the parameters, in float64."""
@@ -185,7 +181,7 @@ def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
                 {name: file.get_slice(f"batch/{name}")[rows] for name in dump.samples.inputs},
                 written,
                 {
-                    choice.call: written[f"forward/{number}/{name}"]
+                    choice.call: choice.of(written[f"forward/{number}/{name}"])
                     for name, choice in layout.choices.items()
                     if f"forward/{number}/{name}" in written
                 },

@@ -23,6 +23,9 @@ class Lazy(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self.make(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's own would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 

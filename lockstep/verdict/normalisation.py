@@ -14,9 +14,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from lockstep.verdict.distance import PIECE
+from lockstep.verdict.distance import BLOCK
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
@@ -68,10 +69,11 @@ def _products(
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
     each = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
     for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
-        stacked = torch.stack(of_columns)
-        own += stacked @ stacked.T
-        with_observed += stacked @ piece
-    return own, with_observed
+        for row, column in enumerate(of_columns):
+            with_observed[row] += np.dot(column, piece)
+            for other in range(row + 1):
+                own[row, other] += np.dot(column, of_columns[other])
+    return own + own.tril(-1).T, with_observed
 
 
 def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
@@ -117,6 +119,9 @@ class Sum(Mapping[str, torch.Tensor]):
             total = tensor.double() * weight if total is None else total.add_(tensor, alpha=weight)
         return torch.zeros(self.like[name].shape, dtype=torch.float64) if total is None else total
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.like  # Mapping's own would compute the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
 
@@ -128,7 +133,7 @@ def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
     """A tensor in flat pieces in float64, so that memory has none of the size of a tensor for each column."""
     found = gradients.of(name) if isinstance(gradients, Sum) else []
     if not found:
-        for piece in gradients[name].flatten().split(PIECE):
+        for piece in gradients[name].flatten().split(BLOCK):
             yield piece.double()
         return
     weights = [weight for weight, _ in found]

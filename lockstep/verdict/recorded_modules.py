@@ -10,6 +10,7 @@ from lockstep.dumps.recording import Called
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
+from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
 from lockstep.verdict.records import Chosen
@@ -155,5 +156,5 @@ def as_pieces(computed: list[Computed], pieces: list[Called], own: list[Tensors]
 
 def _first_of(choice: str, order: list[str]) -> int:
     """The place of the first row of the module that a choice is an output of."""
-    outputs = choice.removesuffix(" (groups)").rstrip("0123456789").removesuffix(".")
+    outputs = choice.removesuffix(GROUPS).rstrip("0123456789").removesuffix(".")
     return next((place for place, name in enumerate(order) if name.startswith(outputs)), len(order))

@@ -22,7 +22,7 @@ from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs import shapes
 from lockstep.verdict import own_loss, trl_head
-from lockstep.verdict.computed import Choice, Computed, Passes, Term
+from lockstep.verdict.computed import Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients, Sum
@@ -322,9 +322,8 @@ class Reference(Passes):
         # A forced pass has one gradient for all terms: what takes another's place is that of their sum.
         found = self._gradients_of_loss(called, arrived, terms if free is None else {})
         value = None if loss is None else float(loss.detach())
-        computed = Computed(
-            found, value, math.nan if unknown else arrived, terms, self.modules, self._choices(mode)
-        )
+        taken = mode.taken({number: name for name, number in (self.calls_of_topk or {}).items()})
+        computed = Computed(found, value, math.nan if unknown else arrived, terms, self.modules, taken)
         if free is not None:
             return computed
         if loss is not None and logits is not None and logits.grad is not None:
@@ -351,15 +350,6 @@ class Reference(Passes):
         begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
         torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
         return returned[next(iter(begun))] if len(begun) == 1 else None
-
-    def _choices(self, mode: Told) -> dict[str, Choice]:
-        names = {number: name for name, number in (self.calls_of_topk or {}).items()}
-        return {
-            names.get(number) or f"{names[number + 1]} (groups)": Choice(
-                float(regret.max()), mode.scores[number]
-            )
-            for number, regret in mode.regrets.items()
-        }
 
     @functools.cached_property
     def _trains_on_means(self) -> bool:

@@ -1,7 +1,7 @@
 """What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.dumps.recording import Recording, RunStep
@@ -9,6 +9,7 @@ from lockstep.ground.errors import UserError
 
 FEW = 0.05  # of the samples, that a data set may hold twice
 AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
+IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
 
 
 @dataclass
@@ -36,10 +37,13 @@ def judge(
     others = {rank for one in cut for rank in one[1:]}
     whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
-    _judge_samples(verdict, _data_parallel(samples), with_replacement=with_replacement)
+    samples = _data_parallel(samples)
+    _judge_samples(verdict, samples, with_replacement=with_replacement)
+    _judge_order(verdict, samples)
     _judge_micro_batches(verdict, ranks[0])
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
+    _judge_ranks_rates(verdict, ranks)
     return verdict
 
 
@@ -92,9 +96,33 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         )
 
 
+def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
+    orders = [
+        [sample for step in steps[: verdict.steps] for micro in step.samples for sample in micro]
+        for steps in ranks
+    ]
+    again = 0
+    for order in orders:
+        epoch = next((place for place in range(1, len(order)) if order[place] == order[0]), len(order))
+        if order[epoch:] != order[: len(order) - epoch]:
+            return
+        again += len({*order[epoch:]})
+    if again < IN_ORDER:
+        return
+    said = "samples come in the same order in each epoch"
+    if any(step.shuffled for steps in ranks for step in steps):
+        verdict.wrong.append(f"{said}, though their sampler shuffles: sampler.set_epoch(epoch) is missing")
+    else:
+        verdict.notes.append(said)
+
+
 def _who(ranks: list[list[RunStep]]) -> str:
-    """Whether it is ranks that share samples, to be read after the number."""
-    sets = [{sample for step in steps for micro in step.samples for sample in micro} for steps in ranks]
+    """Whether ranks share samples before any comes again on a rank itself, to be read after the number."""
+    sets = [
+        _first_epoch(sample for step in steps for micro in step.samples for sample in micro)
+        for steps in ranks
+    ]
     shared = [
         (one, other)
         for one in range(len(sets))
@@ -102,6 +130,15 @@ def _who(ranks: list[list[RunStep]]) -> str:
         if 2 * len(sets[one] & sets[other]) >= min(len(sets[one]), len(sets[other]))
     ]
     return f"; data-parallel ranks {shared[0][0]} and {shared[0][1]} saw the same ones" if shared else ""
+
+
+def _first_epoch(samples: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for sample in samples:
+        if sample in found:
+            break
+        found.add(sample)
+    return found
 
 
 def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep]) -> None:
@@ -143,3 +180,16 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
         verdict.wrong.append(
             f"the learning rate is 0 in the last {zeros} of {len(steps)} steps{f'; {how}' if how else ''}"
         )
+
+
+def _judge_ranks_rates(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Each rank has all groups of parameters, though with ZeRO only its share of their elements."""
+    for number, (first, *others) in enumerate(zip(*ranks, strict=False), 1):
+        for rank, step in enumerate(others, 1):
+            groups = zip(step.rates, first.rates, strict=True) if len(step.rates) == len(first.rates) else ()
+            other = next((pair for pair in groups if pair[0] != pair[1]), None)
+            if other is not None:
+                verdict.wrong.append(
+                    f"step {number}: the learning rate is {other[0]:.6g} on rank {rank} and {other[1]:.6g} on rank 0"
+                )
+                return

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.dumps.recording import Optimizer, Recording
 from lockstep.ground.words import and_more
-from lockstep.verdict.distance import PIECE, distance_of_pieces, relative
+from lockstep.verdict.distance import BLOCK, distance_of_pieces, relative
 from lockstep.verdict.judgement import (
     LIMIT_OF_UPDATE,
     UPDATE_OF_CHANGE,
@@ -309,8 +309,11 @@ def _against(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Flat pieces of what was updated, of its reference and of what it was, so that memory has none of the size of a tensor."""
     for values, old, *right in zip(
-        *(one.reshape(-1).split(PIECE) for one in (own, before, *exact)), strict=True
+        *(one.reshape(-1).split(BLOCK) for one in (own, before, *exact)), strict=True
     ):
+        if len(right) == 1:
+            yield values, right[0], old
+            continue
         least, most = (functools.reduce(one, right).double() for one in (torch.minimum, torch.maximum))
         turns = (least < old) & (old < most)
         yield values, right[0].double().where(~turns, values.double().clamp(least, most)), old

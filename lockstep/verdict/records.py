@@ -10,6 +10,7 @@ from lockstep.inputs.data import independent_tokens
 from lockstep.inputs.samples import IGNORED
 from lockstep.plan.config import BASELINE
 from lockstep.verdict.distance import Distance
+from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
 from lockstep.verdict.loss_tolerance import GROWTH, RANK_ULPS, loss_noise
 
@@ -176,10 +177,12 @@ def choices(reference: Dump, step: int, rows: dict[str, Judgement]) -> list[Chos
     """The discrete choices that a run's reference was told, judged; `rows` are the run's of the step, by name.
 
     Scores are made of logits by a softmax or a sigmoid, which never widen a difference. So two scores that the right choice has in
-    another order are at most twice as far apart as a logit may be off.
+    another order are at most twice as far apart as a logit may be off. The score of a group of experts is the sum of its two largest
+    (DeepSeek-V3, arXiv 2412.19437).
     """
     found = []
     for name, regret in reference.steps[str(step)].get("regrets", {}).items():
-        scores = rows.get(f"forward/{reference.layout.choices[name].scores}")
-        found.append(Chosen(step, name, regret, 2 * scores.tolerated_largest if scores else 0.0))
+        scores = rows.get(f"forward/{reference.layout.choices[name.removesuffix(GROUPS)].scores}")
+        times = 4 if name.endswith(GROUPS) else 2
+        found.append(Chosen(step, name, regret, times * scores.tolerated_largest if scores else 0.0))
     return found

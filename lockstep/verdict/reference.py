@@ -16,6 +16,7 @@ router's of experts. Where those of step 1 are not the reference's own, the repl
 Float64 throughout (lockstep/verdict/float64.py).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -125,7 +126,9 @@ class ReferenceStrategy:
         `chosen` are discrete choices to take, by name: indices of the whole batch. `regrets` then has the largest regret of each.
         """
         self.optimizer.zero_grad()
-        self.regrets = dict.fromkeys(chosen or {}, 0.0)
+        regrets: dict[str, list[float]] = collections.defaultdict(lambda: [0.0])
+        names = {choice.call: name for name, choice in self.choices.items()}
+        widths = {choice.call: choice.width for choice in self.choices.values()}
         losses, first = [], 0
         counted = self.config.samples.counted
         number = sum(int((labels != IGNORED).sum()) for _, labels, *_ in micro_batches) if counted else None
@@ -133,16 +136,17 @@ class ReferenceStrategy:
             rows = slice(first, first + len(input_ids))
             first = rows.stop
             numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
-            with Float64(numbers) as mode:
+            with Float64(numbers, widths) as mode:
                 given = self.config.samples.named(further)
                 loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number, **given)
                 loss = loss * len(micro_batches) if counted else loss
                 (loss / len(micro_batches)).backward()
-            for name in self.regrets:
-                regret = float(mode.regrets[self.choices[name].call].amax())
-                if not regret <= self.regrets[name]:  # a NaN counts
-                    self.regrets[name] = regret
+            for name, one in mode.taken(names).items():
+                regrets[name].append(one.regret)
             losses.append(loss.detach())
+        self.regrets = {
+            name: float(torch.tensor(each).max()) for name, each in regrets.items()
+        }  # NaN, if one is
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
@@ -244,8 +248,8 @@ def replay(
             for name, parameter in strategy.model.named_parameters():
                 parameter.copy_(source.tensor(index, f"parameter/{name}"))
         chosen = {
-            name: theirs.tensor(index + 1, f"forward/{name}")
-            for name in strategy.choices
+            name: choice.of(theirs.tensor(index + 1, f"forward/{name}"))
+            for name, choice in strategy.choices.items()
             if theirs.has(index + 1, f"forward/{name}")
         }
         digest = source.parameter_digest(index)
@@ -255,10 +259,10 @@ def replay(
 
 def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
     """Whether a run made other choices in step 1 than the reference, or in another order."""
-    names = [f"forward/{name}" for name in reference.layout.choices]
     return any(
-        theirs.has(1, name) and not torch.equal(theirs.tensor(1, name), reference.tensor(1, name))
-        for name in names
+        theirs.has(1, place)
+        and not torch.equal(*(choice.of(one.tensor(1, place)) for one in (theirs, reference)))
+        for place, choice in ((f"forward/{name}", one) for name, one in reference.layout.choices.items())
     )
 
 
