@@ -102,6 +102,8 @@ class _Finding:
         real: Callable[..., Any] = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():  # inside of a model that was found
+                return real(module, *arguments, **options)
             trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from programs import in_process
+from programs import completed, in_process
 from ranks import ROOT, free_port, run_groups
 
 from lockstep import judge, record
@@ -130,11 +130,7 @@ def main():
     [
         (GUARDED.format(dropout=0.0) + 'if __name__ == "__main__":\n    main()\n', 0, "PASS: 2 steps"),
         (GUARDED.format(dropout=0.0) + "main()\n", 0, "PASS: 2 steps"),
-        (
-            GUARDED.format(dropout=0.1) + 'if __name__ == "__main__":\n    main()\n',
-            2,
-            "dropout of 0.1 is active in dropout",
-        ),
+        (GUARDED.format(dropout=0.1) + "main()\n", 0, "PASS: 2 steps"),
     ],
 )
 def test_a_class_of_the_script_itself(tmp_path, capsys, text, status, said):
@@ -445,6 +441,43 @@ def test_unusual_scripts(tmp_path, capsys, text, status, said):
     assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
 
 
+COMPILED = """
+import torch
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x)
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+def main():
+    net = Own()
+    compiled = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        for _ in range(2):
+            compiled(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+main()
+"""
+
+
+def test_a_compiled_model_is_found(tmp_path):
+    """torch.compile does not look into the program that waits for it."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(COMPILED)
+    ended = completed([sys.executable, "-m", "lockstep.record", "--output", output, script])
+    assert ended.returncode == 0 and judge.main([str(output)]) == 0, ended.stderr
+
+
 def test_an_error_of_the_script_is_its_own(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("1 / 0")
@@ -519,7 +552,7 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             0,
             "PASS",
         ),
-        ({"loss": "net(ids, targets, 0.1)[1].backward()"}, [], 2, "it draws random numbers"),
+        ({"loss": "(net(ids, targets, 0.1)[1] / 2).backward()"}, [], 0, "PASS: 2 steps"),
         (
             {"loss": MEAN, "then": "net.head.bias.grad = None"},
             [],

@@ -1,6 +1,7 @@
 """How a recorded model is divided among ranks, and in which dtypes it computes, as far as torch knows."""
 
 import inspect
+import sys
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,12 @@ def param_dtype_of(model: torch.nn.Module) -> str | None:
         return None  # the parameters' own
     dtype = model._get_fsdp_state()._mp_policy.param_dtype
     return None if dtype is None else str(dtype)
+
+
+def compiled_frames() -> int:
+    """How many frames torch.compile has seen in this process."""
+    found = sys.modules.get("torch._dynamo.utils")  # which is imported to compile
+    return 0 if found is None else sum(found.counters["frames"].values())
 
 
 def groups() -> list[list[int]]:

@@ -11,6 +11,7 @@
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
+        random/M                         the state of torch's generator then, if the model drew from it
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
@@ -99,7 +100,7 @@ class Recorder:
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
-        self.compiled = False
+        self.compiled, self.compiles = False, False
         self.asking = 0  # inside of torch.autograd.grad
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
@@ -344,6 +345,7 @@ class Recorder:
         }
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
+        self.random, self.frames = torch.get_rng_state(), parallelism.compiled_frames()
 
     def _keep_inputs(
         self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
@@ -365,6 +367,14 @@ class Recorder:
                 about["plain"][name] = value
             else:
                 about["left_out"].append(f"{name} is a {type(value).__name__}")
+
+    def _is_compiled(self) -> bool:
+        """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""
+        assert self.hooks is not None
+        self.compiles |= parallelism.compiled_frames() > self.frames
+        return self.compiles or bool(
+            self.modules == EVERY_MODULE and self.hooks.handles and not self.hooks.seen
+        )
 
     def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by the names of its own parameters."""
@@ -396,6 +406,9 @@ class Recorder:
             of_modules |= self.hooks.returned.keys()
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
+        if not torch.equal(self.random, torch.get_rng_state()):
+            about.update(drawn=True, compiled=self._is_compiled())
+            self.kept.keep(f"random/{number}", self.random)
         if loss is not None and loss.requires_grad and logits is None:
             # Nothing else can be held against the run, which may train on a part of the loss.
             about.update(loss=float(loss.detach()), used=True)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import CountsTopk
 from lockstep.inputs.shapes import use_eager_experts
+from lockstep.verdict.draws import drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
@@ -48,6 +49,28 @@ class Told(CountsTopk):
         self.own: dict[int, torch.Tensor] = {}
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
+        self.draws = 0  # random numbers: calls of functions that draw
+        self.drawn: dict[int, torch.dtype] = {}  # by the number of the call
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not is_drawing(function):
+            return super().__torch_function__(function, types, args, kwargs)
+        self.draws += 1
+        return self.see_draw(self.draws - 1, function, args, kwargs or {})
+
+    def see_draw(
+        self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = function(*args, **kwargs)
+        tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
+        self.drawn[number] = next(one.dtype for one in tensors if one.is_floating_point())
+        return result
 
     def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
         """The indices of the groups that the experts of the next call are in, then those of the best other groups; None if it has none."""
@@ -92,7 +115,8 @@ class Told(CountsTopk):
 class Float64(Told):
     """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
 
-    `lowered` tells whether something asked for bfloat16 or float16.
+    `drawn` are the dtypes that the run drew random numbers in, by the number of the call; float32 if it is not there. `lowered` tells
+    whether something asked for bfloat16 or float16.
     """
 
     lowered = False
@@ -128,6 +152,11 @@ class Float64(Told):
         if not (_is_in_place(function) or "out" in kwargs):
             args, kwargs = _of_one_width(args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
+
+    def see_draw(
+        self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return drawn_in(self.drawn.get(number, torch.float32), function, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.dtype) or leaf not in LOWER:

@@ -16,7 +16,7 @@ from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
-from lockstep.verdict import normalisation, recorded_pieces, recorded_task, recorded_update
+from lockstep.verdict import draws, normalisation, recorded_pieces, recorded_task, recorded_update
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
@@ -93,8 +93,8 @@ def _not_linear(
     again = reference.compute(called, told)
     if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
-            "two passes of the recorded model over one micro batch differ: it draws random numbers or changes its own weights, "
-            "so no reference can follow it; record a run in which it does neither"
+            "two passes of the recorded model over one micro batch differ: it draws random numbers that are not of torch's generator for CPUs, "
+            "or changes its own weights, so no reference can follow it; record a run in which it does neither"
         )
     return name
 
@@ -126,6 +126,8 @@ class _Step:
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
+        for one in self.micro:
+            draws.require_known(one, self.ranks[0].data_parallel)
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
@@ -297,13 +299,14 @@ class _Step:
             )
             for exact in (True, False)
         )
+        exact.drawn = plain.drawn
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
         for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):
             pieces = list(same)
             recorded = [self._recorded(called) for called in pieces]
             for called, (_, told) in zip(pieces, recorded, strict=True):
-                for reference, kept in ((exact, self.exact), (plain, self.near)):
+                for reference, kept in ((plain, self.near), (exact, self.exact)):
                     kept.append(reference.compute(called, told))
                 if self.verdict.step == 1 and len(self.exact) == 1:
                     odd = _not_linear(exact, called, told, self.exact[0])

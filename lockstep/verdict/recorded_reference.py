@@ -86,7 +86,8 @@ class Reference(Passes):
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
-        require_no_dropout(self.model)
+        if recording.origin.device != "cpu":
+            _require_no_dropout(self.model)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
@@ -108,6 +109,8 @@ class Reference(Passes):
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
+        # The dtypes that the run draws random numbers in, by rank and number of a micro batch; those of a pass in the run's dtypes
+        self.drawn: dict[tuple[int, int], dict[int, torch.dtype]] = {}
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
     def _own(self, name: str) -> torch.Tensor:
@@ -133,18 +136,18 @@ class Reference(Passes):
 
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
-        before = Counter(self.hooks.calls), self.mode.calls
+        before = Counter(self.hooks.calls), self.mode.calls, self.mode.draws
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            now = self.hooks.calls, self.mode.calls
-            self.hooks.calls, self.mode.calls = Counter(before[0]), before[1]
+            now = self.hooks.calls, self.mode.calls, self.mode.draws
+            self.hooks.calls, self.mode.calls, self.mode.draws = Counter(before[0]), *before[1:]
             TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
             try:
                 yield
             finally:
                 TorchFunctionMode.__exit__(self.mode, None, None, None)
-                self.hooks.calls, self.mode.calls = now
+                self.hooks.calls, self.mode.calls, self.mode.draws = now
 
         return again
 
@@ -238,6 +241,7 @@ class Reference(Passes):
         calls = self.calls_of_topk or {}
         chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = kind(chosen, self.widths)
+        self.mode.drawn = self.drawn.setdefault((called.ranks[0], called.number), {})
         return self.mode
 
     def _forward(self, called: Called) -> Any:
@@ -263,6 +267,8 @@ class Reference(Passes):
             buffer.copy_(self.buffers[name])
         self.modules, self.indices = OnDisk(self.folder) if self.streamed else {}, {}
         self.hooks.begin(called.number)
+        if called.random is not None:
+            torch.set_rng_state(called.random)
         output = self.model(**given)
         self.hooks.end()
         return output
@@ -463,10 +469,11 @@ def _tables(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def require_no_dropout(model: torch.nn.Module) -> None:
-    """Raise UserError for a model that drops elements in training: the reference would drop others."""
+def _require_no_dropout(model: torch.nn.Module) -> None:
+    """Raise UserError for a model that drops elements in training on a device whose random numbers a CPU does not draw."""
     dropout = shapes.active_dropout(shapes.settings_of(model))
     if dropout:
         raise UserError(
-            f"dropout of {dropout[0]} is active in {dropout[1]}, so the reference would drop other elements; record a run without it"
+            f"dropout of {dropout[0]} is active in {dropout[1]}, and a CPU, where the reference computes, would drop other elements than the run's device; "
+            "record a run without it, or on CPUs"
         )

@@ -90,7 +90,7 @@ class Streamed:
                 with again() if being_recomputed() else contextlib.nullcontext():
                     return loaded(*args, **kwargs)
 
-            return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(computed, *args, use_reentrant=False, **kwargs)
 
         unit.forward = streamed
 

@@ -1,0 +1,155 @@
+"""A model that draws random numbers from torch's generator is judged: the reference draws them again."""
+
+import functools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep import judge
+from lockstep.ground.errors import UserError
+from lockstep.verdict.draws import require_known
+
+KINDS = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
+    "like": lambda x: x + torch.randn_like(x),
+    "factory": lambda x: x * torch.rand(len(x), 1, 1).lt(0.8) + torch.rand(1),
+    "in place": lambda x: x + torch.empty_like(x).exponential_(),
+    "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
+    "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
+    "hidden": lambda x: x * F.gumbel_softmax(x, dim=-1),
+    "of numpy": lambda x: x * float(np.random.rand()),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind, recompute=False):
+        super().__init__()
+        self.recompute, self.kind = recompute, kind
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.2), torch.nn.GELU())
+            for _ in range(2)
+        )
+        self.lstm = torch.nn.LSTM(16, 16, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.head(KINDS[self.kind](self.lstm(x)[0]))
+
+
+def recorded(folder, kind="dropout", *, autocast=False, recompute=False, wrap=lambda net: net):
+    torch.manual_seed(0)
+    net = Net(kind, recompute)
+    wrapped = wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with lockstep.record(net, folder):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits = wrapped(torch.randint(0, 32, (4, 9))).flatten(0, 1)
+                (F.cross_entropy(logits.float(), torch.randint(0, 32, (len(logits),))) / 2).backward()
+            optimizer.step()
+    return folder
+
+
+def judged(folder, capsys, *arguments):
+    capsys.readouterr()
+    status = judge.main([str(folder), *arguments])
+    captured = capsys.readouterr()
+    return status, (captured.out + captured.err).splitlines()[-1]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of numpy")])
+def test_what_is_drawn_is_drawn_again(tmp_path, capsys, kind, autocast):
+    status, said = judged(recorded(tmp_path, kind, autocast=autocast), capsys)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+
+
+def test_a_layer_that_is_computed_again_draws_the_same(tmp_path, capsys):
+    assert judged(recorded(tmp_path, recompute=True), capsys)[0] == 0
+    report = (tmp_path / "report.json").read_text()
+    assert judged(tmp_path, capsys, "--memory", "0")[0] == 0
+    assert (tmp_path / "report.json").read_text() == report
+
+
+def test_what_is_drawn_from_another_state_is_wrong(tmp_path, capsys):
+    """Negative control."""
+    path = recorded(tmp_path) / "rank_0" / "step_1.safetensors"
+    torch.manual_seed(1)
+    save_file({**load_file(path), "random/0": torch.get_rng_state()}, path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
+
+
+def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
+    real = F.dropout
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, *more: real(x, p, *more) * (1 - p if p == 0.2 else 1))
+    recorded(tmp_path)
+    monkeypatch.undo()
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
+
+
+def elsewhere(folder):
+    """As if it had been recorded on a GPU."""
+    path = folder / "model.json"
+    content = json.loads(path.read_text())
+    content["origin"]["device"] = "cuda:0"
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("hidden", None, "the model calls gumbel_softmax, and the reference would draw other random numbers"),
+        ("of numpy", None, "it draws random numbers that are not of torch's generator for CPUs"),
+        ("dropout", elsewhere, "dropout of 0.2 is active in layers.0.1, and a CPU, where the reference"),
+    ],
+)
+def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, message):
+    recorded(tmp_path, kind)
+    if change is not None:
+        change(tmp_path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 2 and message in said
+
+
+def test_compiled_code_may_draw_otherwise(tmp_path, capsys):
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))  # of something else, before
+    assert judged(recorded(tmp_path / "right"), capsys)[0] == 0
+    recorded(tmp_path / "compiled", wrap=functools.partial(torch.compile, backend="eager"))
+    status, said = judged(tmp_path / "compiled", capsys)
+    assert status == 2 and "by code that torch.compile made" in said
+
+
+@pytest.mark.parametrize(
+    "about, message",
+    [
+        ({"about": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
+        ({"ranks": [0, 2]}, "by each of several ranks"),
+        ({"piece": object()}, "by each of several ranks"),
+        ({"tensors": {"x": torch.zeros(1, dtype=torch.float64)}}, "in float64"),
+        ({"ranks": [0, 1]}, ""),  # which share no samples, as FSDP2 says: that is judged
+        ({"random": None, "ranks": [0, 2]}, ""),
+    ],
+)
+def test_who_drew_what(about, message):
+    whole = {"random": torch.zeros(1), "ranks": [0], "piece": None, "tensors": {}, "number": 0}
+    called = SimpleNamespace(**{**whole, "about": SimpleNamespace(compiled=False), **about})
+    if not message:
+        require_known(called, [0, 1])
+        return
+    with pytest.raises(UserError, match=message):
+        require_known(called, [0, 1])
