@@ -215,6 +215,14 @@ def test_a_choice_of_scores_from_two_tensors_names_none(own_code):  # noqa: F811
     assert layout.choices["model.layers.1.mlp.gate.2"] == Choice(call=3, width=4, scores="", number=0)
 
 
+def test_a_term_of_the_loss_is_not_told_what_it_counts():
+    """It counts the experts once more, from the logits that they were chosen by."""
+    for number, name in enumerate(("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")):
+        found = layout_of(architecture("mixtral", output_router_logits=True), "eager").choices
+        assert found.keys() == {"model.layers.0.mlp.gate.2", "model.layers.1.mlp.gate.2"}
+        assert found[f"{name}.2"] == Choice(call=number, width=4, scores=name, number=0)
+
+
 def test_a_choice_that_no_module_returns_follows_from_its_logits():
     """Llama 4's router returns scores, of which those that it does not choose are zero."""
     llama4 = {

@@ -248,9 +248,10 @@ class _Trace:
 
     def choices(self, outputs: dict[str, tuple]) -> dict[str, Choice]:
         """Name -> choice, of the captured tensors that are indices of topk, or logits of them where no module returns the indices."""
+        # Of modules that return one tensor, the first has it.
         nodes = {
             tensor.grad_fn: name
-            for name, tensor in self.tensors.items()
+            for name, tensor in reversed(self.tensors.items())
             if tensor.grad_fn and name in outputs
         }
         found = {}
@@ -262,9 +263,13 @@ class _Trace:
                 source = nearest[0] if len(nearest) == 1 else ""
                 found[name] = Choice(call=call, width=scores.shape[-1], scores=source, number=0)
         known = {choice.call for choice in found.values()}
+        # Of the same logits, a term of the loss may choose again, perhaps where softmax has rounded two scores to one: of those it takes either
+        chosen_from = {choice.scores for choice in found.values()}
         for call, (scores, indices) in enumerate(self._topk.seen):
             logits, width = _ranked(scores.grad_fn, nodes), scores.shape[-1]
-            if call not in known and logits is not None and self.tensors[logits].shape[-1] == width:
+            if call in known or logits is None or logits in chosen_from:
+                continue
+            if self.tensors[logits].shape[-1] == width:
                 found[logits] = Choice(call=call, width=width, scores=logits, number=indices.shape[-1])
         return found
 
