@@ -103,11 +103,48 @@ def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
 
 
 def elsewhere(folder):
-    """As if it had been recorded on a GPU."""
-    path = folder / "model.json"
-    content = json.loads(path.read_text())
+    """As if it had been recorded on a GPU, whose random numbers are another generator's."""
+    content = json.loads((folder / "model.json").read_text())
     content["origin"]["device"] = "cuda:0"
-    path.write_text(json.dumps(content))
+    (folder / "model.json").write_text(json.dumps(content))
+    for path in (folder / "rank_0").glob("step_*.json"):
+        path.write_text(path.read_text().replace('"drawn": true', '"drawn": false'))
+
+
+class Adapted(torch.nn.Module):
+    """An adapter beside a frozen layer, whose input needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.adapter = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.dropout, self.head = torch.nn.Dropout(0.3), torch.nn.Linear(8, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.frozen(x) + self.adapter(self.dropout(x))
+        return self.head(self.dropout(x))
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
+def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
+    torch.manual_seed(0)
+    net = Adapted()
+    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(6, 8)), torch.randint(0, 4, (6,))).backward()
+            optimizer.step()
+    elsewhere(tmp_path)
+    status, said = judged(tmp_path, capsys, *memory)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+    path = tmp_path / "rank_0" / "step_1.safetensors"
+    tensors = load_file(path)  # negative control: one element less was left out
+    name = next(name for name in tensors if name.startswith("forward/0/dropout@2"))
+    tensors[name].view(-1)[tensors[name].flatten().eq(0).nonzero()[0]] = 1.0
+    save_file(tensors, path)
+    assert judged(tmp_path, capsys)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -115,7 +152,7 @@ def elsewhere(folder):
     [
         ("hidden", None, "the model calls gumbel_softmax, and the reference would draw other random numbers"),
         ("of numpy", None, "it draws random numbers that are not of torch's generator for CPUs"),
-        ("dropout", elsewhere, "dropout of 0.2 is active in layers.0.1, and a CPU, where the reference"),
+        ("dropout", elsewhere, "dropout of 0.1 is active in lstm, and a CPU, where the reference"),
     ],
 )
 def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, message):

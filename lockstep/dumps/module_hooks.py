@@ -75,6 +75,10 @@ class ModuleHooks:
         self.calls.clear()
         self.returned.clear()
 
+    def next_call(self, module: str) -> str:
+        """The name that the next call of a module in this pass has."""
+        return f"{module}@{self.calls[module] + 1}" if self.calls[module] else module
+
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
@@ -93,7 +97,7 @@ class ModuleHooks:
         if self.inside and not torch.compiler.is_compiling():
             self.bare[module] = output
 
-    def _see(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> object:
+    def _see(self, module: str, its_own: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
             return None
         bare = self.bare.pop(module, output)
@@ -104,11 +108,12 @@ class ModuleHooks:
             and not torch.equal(bare, output)
         ):
             self.changed.add(module)
+        called = self.next_call(module)
         self.calls[module] += 1
-        called = module if self.calls[module] == 1 else f"{module}@{self.calls[module]}"
         instead: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(called, output):
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
+            chosen |= self.inside and isinstance(its_own, torch.nn.Dropout)  # its zeros are what it left out
             if name in self.passed_on or not (tensor.requires_grad or chosen) or tensor.is_sparse:
                 continue
             # It would have its hook in every pass that follows, too.

@@ -80,7 +80,7 @@ def active_dropout(settings: Settings) -> tuple[float, str] | None:
     for attribute, values in settings.items():
         if attribute == "p" or "drop" in attribute:
             for value, names in values.items():
-                if float(value) > 0:
+                if float(value) > 0 and names:
                     return float(value), names[0]
     return None
 

@@ -1,9 +1,12 @@
 """Random numbers of a forward pass, drawn again as the run drew them.
 
-A pass that begins with the state that torch's generator had in the run draws the same numbers, in the same dtypes. What dropout leaves
-out follows from the state alone. But what functions such as `torch.randn` draw from it depends on the dtype that they draw in.
+On CPUs, a pass that begins with the state that torch's generator had in the run draws the same numbers, in the same dtypes. What dropout
+leaves out follows from the state alone. But what functions such as `torch.randn` draw from it depends on the dtype that they draw in.
+
+Of a run on another device, what dropout modules left out is seen in what they returned: it is zero.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from lockstep.dumps.recording import Called
 from lockstep.ground.errors import UserError
+from lockstep.inputs import shapes
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}
@@ -20,6 +24,33 @@ HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "r
 LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
 INSTEAD = "record a run without dropout and other random numbers in the model"
+
+
+def dropout_is_active(p: float, name: str) -> UserError:
+    return UserError(
+        f"dropout of {p} is active in {name}, and a CPU, where the reference computes, would drop other elements than the run's device; "
+        "record a run without it, or on CPUs"
+    )
+
+
+def dropout_modules(model: torch.nn.Module) -> dict[str, torch.nn.Dropout]:
+    """The dropout modules that drop elements, by name. Raises UserError for a model that drops some otherwise."""
+    found = {name: one for name, one in model.named_modules() if type(one) is torch.nn.Dropout and one.p > 0}
+    settings = shapes.settings_of(model)
+    settings["p"] = {
+        value: [name for name in names if name not in found] for value, names in settings.get("p", {}).items()
+    }
+    other = shapes.active_dropout(settings)
+    if other is not None:
+        raise dropout_is_active(*other)
+    return found
+
+
+def require_called(dropping: dict[str, torch.nn.Dropout], calls: Counter[str]) -> None:
+    """Raise UserError for a dropout module that is not called: only its probability may be used, such as by attention."""
+    silent = next((name for name, one in dropping.items() if one.training and not calls[name]), None)
+    if silent is not None:
+        raise dropout_is_active(dropping[silent].p, silent)
 
 
 def is_drawing(function: Callable[..., Any]) -> bool:

@@ -20,8 +20,7 @@ from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
-from lockstep.inputs import shapes
-from lockstep.verdict import own_loss, trl_head
+from lockstep.verdict import draws, own_loss, trl_head
 from lockstep.verdict.computed import Computed, Passes, Term
 from lockstep.verdict.float64 import Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
@@ -86,8 +85,11 @@ class Reference(Passes):
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
-        if recording.origin.device != "cpu":
-            _require_no_dropout(self.model)
+        self.dropping: dict[str, torch.nn.Dropout] = {}
+        if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
+            self.dropping = draws.dropout_modules(self.model)
+        for name, dropout in self.dropping.items():
+            vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
@@ -269,9 +271,22 @@ class Reference(Passes):
         self.hooks.begin(called.number)
         if called.random is not None:
             torch.set_rng_state(called.random)
+        self.called = called
         output = self.model(**given)
+        draws.require_called(self.dropping, self.hooks.calls)
         self.hooks.end()
         return output
+
+    def _drop(self, name: str, p: float, tensor: torch.Tensor) -> torch.Tensor:
+        """In the place of a dropout module's forward method: leaves out what it left out in the run, as its recorded output shows."""
+        if not self.dropping[name].training:
+            return tensor
+        place = f"forward/{self.called.number}/{self.hooks.next_call(name)}"
+        if place not in self.recording.steps[self.step - 1][self.called.ranks[0]].places:
+            raise draws.dropout_is_active(p, name)
+        with torch._C.DisableTorchFunction():  # where float32 means float64, a file could not be read
+            found, _ = self.recording.whole(self.step, place, self.called.ranks)
+        return tensor * (found != 0) / (1 - p)
 
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Inputs that are no ids are in float64, too, or in float32 if the run computes in float64."""
@@ -467,13 +482,3 @@ def _tables(model: torch.nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name and not list(module.children()) and not list(module.parameters()) and list(module.buffers())
     ]
-
-
-def _require_no_dropout(model: torch.nn.Module) -> None:
-    """Raise UserError for a model that drops elements in training on a device whose random numbers a CPU does not draw."""
-    dropout = shapes.active_dropout(shapes.settings_of(model))
-    if dropout:
-        raise UserError(
-            f"dropout of {dropout[0]} is active in {dropout[1]}, and a CPU, where the reference computes, would drop other elements than the run's device; "
-            "record a run without it, or on CPUs"
-        )
