@@ -307,10 +307,10 @@ BUGS = {
         "karpathy/nanochat/857",
     ),
     "HalfAnEpoch": (
-        "68 samples were seen again before others were seen for the first time (59 different ones in 128); where they are drawn with replacement",
-        UNEXPLAINED,
+        "a DistributedSampler divides the samples among 4, and 2 data-parallel ranks read different ones",
+        NAMED,
         set(),
-        "",
+        "verl-project/verl/4697",
     ),
     "FirstBatchAgain": (
         "samples were seen again after 8 different ones, of the 64 that the data set has",

@@ -25,6 +25,7 @@ class Made:
                         "scheduled": {},
                         "data_sets": [],
                         "shuffled": False,
+                        "replicas": [],
                         "evaluated": 0,
                         **fields,
                     }
@@ -109,6 +110,13 @@ def test_epochs_in_one_order(shuffled):
     few = judged(Made(2 * epochs(1, size=8, steps=2), shuffled=True))  # by chance
     anew = judged(Made(epochs(2), shuffled=True))
     assert few.wrong == few.notes == anew.wrong == anew.notes == []
+
+
+@pytest.mark.parametrize("replicas", [[], [1], [2], [4], [2, 4]])
+def test_samples_are_divided_among_the_ranks(replicas):
+    verdict = judged(Made(epochs(1), replicas=replicas))  # two ranks
+    said = [f"among {replicas[0]}, and 2 data-parallel ranks" in one for one in verdict.wrong if replicas]
+    assert said == [True] * (replicas in ([1], [4]))
 
 
 def test_a_learning_rate_of_one_rank():

@@ -163,6 +163,7 @@ class RunStep(Strict):
     scheduled: dict[Name, Whole]
     data_sets: list[Whole]
     shuffled: bool
+    replicas: list[Count]
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

@@ -1,7 +1,7 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them,
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -56,7 +56,7 @@ class WholeRun:
         self.rates: list[float] = []
         self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
         self.data_sets: set[int] = set()
-        self.shuffled = False
+        self.shuffled, self.replicas = False, set[int]()
         self.evaluated, self.called = 0, False
 
     def see_evaluation(self, output: torch.Tensor | None) -> None:
@@ -97,6 +97,7 @@ class WholeRun:
                 },
                 "data_sets": sorted(self.data_sets),
                 "shuffled": self.shuffled,
+                "replicas": sorted(self.replicas),
                 "evaluated": self.evaluated,
             }
         )
@@ -132,6 +133,7 @@ class WholeRun:
 
     def _see_order(self, sampler: DistributedSampler) -> None:
         self.shuffled |= sampler.shuffle
+        self.replicas.add(sampler.num_replicas)
 
     def write(self) -> None:
         if not self.lines:

@@ -38,6 +38,7 @@ def judge(
     whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = _data_parallel(samples)
+    _judge_division(verdict, samples)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
     _judge_order(verdict, samples)
     _judge_micro_batches(verdict, ranks[0])
@@ -63,6 +64,15 @@ def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
         samples = [[hash(pieces) for pieces in zip(*one, strict=False)] for one in micro]
         found.append(same[0].model_copy(update={"samples": samples}))
     return found
+
+
+def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """A DistributedSampler divides the samples among as many replicas as read different ones."""
+    found = {number for steps in ranks for step in steps for number in step.replicas}
+    if len(found) == 1 and found != {len(ranks)}:
+        verdict.wrong.append(
+            f"a DistributedSampler divides the samples among {max(found)}, and {len(ranks)} data-parallel ranks read different ones"
+        )
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
