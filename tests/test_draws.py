@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import judge
+from lockstep.dumps import parallelism
 from lockstep.ground.errors import UserError
 from lockstep.verdict.draws import require_known
 
@@ -102,10 +103,10 @@ def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
     assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
 
 
-def elsewhere(folder):
+def elsewhere(folder, **made):
     """As if it had been recorded on a GPU, whose random numbers are another generator's."""
     content = json.loads((folder / "model.json").read_text())
-    content["origin"]["device"] = "cuda:0"
+    content["origin"] |= {"device": "cuda:0", **made}
     (folder / "model.json").write_text(json.dumps(content))
     for path in (folder / "rank_0").glob("step_*.json"):
         path.write_text(path.read_text().replace('"drawn": true', '"drawn": false'))
@@ -126,16 +127,22 @@ class Adapted(torch.nn.Module):
         return self.head(self.dropout(x))
 
 
-@pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
-def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
+def adapted(folder, **autocast):
     torch.manual_seed(0)
     net = Adapted()
     optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=1e-2)
-    with lockstep.record(net, tmp_path):
+    with lockstep.record(net, folder):
         for _ in range(2):
             optimizer.zero_grad()
-            F.cross_entropy(net(torch.randn(6, 8)), torch.randint(0, 4, (6,))).backward()
+            with torch.autocast("cpu", torch.bfloat16, **autocast):
+                logits = net(torch.randn(6, 8))
+            F.cross_entropy(logits.float(), torch.randint(0, 4, (6,))).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
+def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
+    adapted(tmp_path, enabled=False)
     elsewhere(tmp_path)
     status, said = judged(tmp_path, capsys, *memory)
     assert status == 0 and said.startswith("PASS: 2 steps"), said
@@ -145,6 +152,26 @@ def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
     tensors[name].view(-1)[tensors[name].flatten().eq(0).nonzero()[0]] = 1.0
     save_file(tensors, path)
     assert judged(tmp_path, capsys)[0] == 1
+
+
+def test_what_is_computed_in_tf32():
+    assert "matmul" not in parallelism.tf32()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "matmul" in parallelism.tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float32_in_tf32_is_refused(tmp_path, capsys, autocast):
+    adapted(tmp_path, enabled=autocast)
+    elsewhere(tmp_path, tf32=["convolution"])  # of which the model has none
+    assert judged(tmp_path, capsys)[0] == 0
+    elsewhere(tmp_path, tf32=["matmul", "convolution"])
+    status, said = judged(tmp_path, capsys)
+    assert status == (0 if autocast else 2)
+    assert ("may have computed matmul of float32 in TF32" in said) != autocast
 
 
 @pytest.mark.parametrize(

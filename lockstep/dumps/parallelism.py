@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,17 @@ def param_dtype_of(model: torch.nn.Module) -> str | None:
         return None  # the parameters' own
     dtype = model._get_fsdp_state()._mp_policy.param_dtype
     return None if dtype is None else str(dtype)
+
+
+def tf32() -> list[str]:
+    """What a GPU that has TF32 computes of float32 in it: "matmul", "convolution". By default, torch says so of convolutions."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):  # since torch 2.9
+        found = [matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"]
+    else:
+        found = [matmul.allow_tf32, cudnn.allow_tf32]
+    return [name for name, used in zip(("matmul", "convolution"), found, strict=True) if used]
 
 
 def compiled_frames() -> int:

@@ -582,7 +582,11 @@ class Recorder:
     def _write(self) -> None:
         self._see_ranks()
         if self.rank == 0 and self.step == 1:
-            made = {"device": str(next(self.model.parameters()).device), "seed": str(torch.initial_seed())}
+            made = {
+                "device": str(next(self.model.parameters()).device),
+                "seed": str(torch.initial_seed()),
+                "tf32": parallelism.tf32(),
+            }
             write_model(self.folder, self.tree, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"

@@ -33,6 +33,7 @@ class Origin(Strict):
     script: str = ""  # as it was typed
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
+    tf32: list[Name] = []  # what a GPU computes of float32 in TF32
     date: str = ""
     versions: dict[Name, Name] = {}
 

@@ -88,6 +88,7 @@ class Reference(Passes):
         self.dropping: dict[str, torch.nn.Dropout] = {}
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
             self.dropping = draws.dropout_modules(self.model)
+            _require_no_tf32(recording, self.model)
         for name, dropout in self.dropping.items():
             vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
         for module in self.model.modules():
@@ -432,6 +433,19 @@ class Reference(Passes):
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
+
+
+def _require_no_tf32(recording: Recording, model: torch.nn.Module) -> None:
+    """Raise UserError for a run in float32 whose GPU computed in TF32, which has 10 bits and no CPU."""
+    micro = recording.steps[0][0].micro_batches[0]
+    single = any(one.dtype == torch.float32 for one in model.parameters())
+    convolves = any(isinstance(one, torch.nn.modules.conv._ConvNd) for one in model.modules())
+    found = [one for one in recording.origin.tf32 if convolves or one != "convolution"]
+    if found and single and micro.autocast is None and micro.param_dtype in (None, "torch.float32"):
+        raise UserError(
+            f"the run's device may have computed {' and '.join(found)} of float32 in TF32, which a CPU cannot, so errors would be too large for float32; "
+            'record a run with torch.backends.fp32_precision = "ieee", or in torch before 2.9 with both allow_tf32 False'
+        )
 
 
 def _require_labels_of_piece(called: Called) -> None:
