@@ -3,8 +3,8 @@
 import copy
 import json
 
+from lockstep.dumps.header import seal
 from lockstep.dumps.history import History
-from lockstep.dumps.record import seal
 from lockstep.ground.flags import recorded
 from lockstep.ground.origin import about
 from lockstep.inputs.architectures import BUILT_IN

@@ -11,9 +11,9 @@ from edited import edit, flip_byte, overwrite, take_out
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
+from lockstep.dumps.header import configuration
 from lockstep.dumps.layout import Layout
 from lockstep.dumps.manifest import FORMAT
-from lockstep.dumps.record import configuration
 from lockstep.dumps.step_file import checksum
 from lockstep.ground.errors import UserError
 from lockstep.plan.contract import expected_contract

@@ -8,7 +8,7 @@ from synthetic import PARAMETERS, control, history, set_loss, spoil
 from lockstep.ground.errors import UserError
 from lockstep.plan import initial_weights
 from lockstep.plan.command_line import parse_config
-from lockstep.verdict import records
+from lockstep.verdict import scalars
 from lockstep.verdict.loss_curves import compare_curves, require_comparable_curves, tolerance_for
 from lockstep.verdict.loss_tolerance import is_fresh, rule_and_noise
 
@@ -192,7 +192,7 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
     dump = SimpleNamespace(
         run=run.run, steps={"1": run.steps[0]}, has=lambda *names: True, tensor=lambda step, name: batch
     )
-    tolerated = records.losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
+    tolerated = scalars.losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
     _, noise, _ = rule_and_noise(run)
     assert math.isclose(tolerated, math.sqrt(2) * noise.floor)  # of one of two ranks
     tokens = run.steps[0]["tokens"] / 2

@@ -19,8 +19,8 @@ from lockstep.inputs.shapes import describe as describe_model
 from lockstep.plan.config import BETAS, EPS
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import ROUNDOFF, Judgement, tolerance
-from lockstep.verdict.records import Norm
 from lockstep.verdict.result import Cause, Findings, Result
+from lockstep.verdict.scalars import Norm
 
 EXACT = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
 NOISE = torch.randn(40, 30, generator=torch.Generator().manual_seed(1)).double()

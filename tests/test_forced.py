@@ -12,7 +12,7 @@ from lockstep import compare
 from lockstep.dumps.dump import Dump
 from lockstep.verdict import alone, forced, tensor_report
 from lockstep.verdict.float64 import make_exact
-from lockstep.verdict.records import Chosen
+from lockstep.verdict.scalars import Chosen
 
 PROJECTION = "model.layers.1.self_attn.q_proj"
 NORM = "model.layers.1.post_attention_layernorm"

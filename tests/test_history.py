@@ -11,8 +11,8 @@ from synthetic import history as made_up
 from synthetic import rewrite, set_loss
 
 import lockstep
-from lockstep.dumps import history, record
-from lockstep.dumps.record import seal
+from lockstep.dumps import header, history
+from lockstep.dumps.header import seal
 from lockstep.ground import origin as where
 from lockstep.ground import schemas
 from lockstep.ground.errors import UserError
@@ -54,7 +54,7 @@ def test_a_run_that_broke_down(tmp_path):
     one.contract, one.ended = None, "TrainingFailure: step 1: the loss is nan on rank 0"
     set_loss(one.steps[0], float("nan"))
     one.save(tmp_path / "h.json")
-    assert not record.is_finite(history.read(tmp_path / "h.json").steps[0])
+    assert not header.is_finite(history.read(tmp_path / "h.json").steps[0])
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):

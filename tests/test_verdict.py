@@ -24,8 +24,8 @@ from lockstep.verdict.judgement import (
     typical_error,
     yardstick_tolerance,
 )
-from lockstep.verdict.records import Loss, Norm, float32_norm_error
 from lockstep.verdict.result import Findings, Result
+from lockstep.verdict.scalars import Loss, Norm, float32_norm_error
 
 F32 = ROUNDOFF["F32"]
 INF = math.inf

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lockstep.dumps import record
-from lockstep.dumps.record import read_sealed
+from lockstep.dumps import header
+from lockstep.dumps.header import read_sealed
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_text
 from lockstep.ground.schemas import (
@@ -92,7 +92,7 @@ def read(path: Path) -> History:
 REMEDY = "run its training again"
 
 
-class Step(record.Step):
+class Step(header.Step):
     """One step, from 1. Seconds of wall clock."""
 
     step: Count
@@ -102,7 +102,7 @@ class Step(record.Step):
         None  # of those, by their rounding errors (lockstep/inputs/data.py)
     )
     seconds: NotNegative
-    group_norms: dict[Name, record.Norm] | None = (
+    group_norms: dict[Name, header.Norm] | None = (
         None  # of the gradient of each group of parameters (--group_norms)
     )
 
@@ -117,11 +117,11 @@ class HeldOut(Strict):
     """The final weights on the sequences that were not trained on, computed by rank 0 in float32."""
 
     sequences: Count
-    loss: record.Loss  # nats per token
+    loss: header.Loss  # nats per token
     accuracy: Annotated[Finite, Field(ge=0, le=1)]  # how often the next token is the most likely one
 
 
-class Run(record.Run):
+class Run(header.Run):
     peak_memory: PeakMemory | None = None  # of a run that finished
     held_out: HeldOut | None = None  # of a run that finished, with --held_out
     collectives: dict[Name, Count] | None = (
@@ -166,7 +166,7 @@ def require_consistent(file: File, path: object) -> None:
 def _run_problem(run: Run) -> str:
     if run.peak_memory and len(run.peak_memory.bytes_by_rank) != run.config.num_workers:
         return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {run.config.num_workers}"
-    return next(record.contradictions(run.model_dump()), "")
+    return next(header.contradictions(run.model_dump()), "")
 
 
 def _progress_problem(file: File) -> str:
@@ -213,8 +213,8 @@ def _step_problem(file: File) -> str:
             return f"step {position} has {step.tokens} tokens; its configuration makes it {tokens}"
         if len(step.rank_losses) != config.dp_size:
             return f"step {position} has {len(step.rank_losses)} rank losses; dp_size is {config.dp_size}"
-        if not record.is_mean(step.loss, step.rank_losses):
+        if not header.is_mean(step.loss, step.rank_losses):
             return f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
-        if not record.is_finite(vars(step)) and (position < len(file.steps) or file.ended == "finished"):
+        if not header.is_finite(vars(step)) and (position < len(file.steps) or file.ended == "finished"):
             return f"step {position} is not finite, but the run went on"
     return ""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep.dumps import record
+from lockstep.dumps import header
 from lockstep.dumps.layout import Layout
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
@@ -44,7 +44,7 @@ class Tensors(Strict):
     replicas_differ: dict[Name, Annotated[list[Whole], Field(min_length=1)]]
 
 
-class Trained(Tensors, record.Step):
+class Trained(Tensors, header.Step):
     learning_rate: Annotated[Finite, Field(gt=0)]
     started_from: Sha256 | None = None
     lowered: bool | None = (
@@ -53,7 +53,7 @@ class Trained(Tensors, record.Step):
     regrets: dict[Name, MayBreakDown] | None = None  # of a replay: see lockstep.verdict.float64.Float64
 
 
-class Run(record.Run):
+class Run(header.Run):
     exact: Literal[True] | None = None
 
 
@@ -75,14 +75,14 @@ def write(folder: Path, manifest: dict) -> None:
     }
     lines = (
         f"{json.dumps(key)}: {json.dumps(part)}"
-        for key, part in (*content.items(), ("sha256", record.seal(content)))
+        for key, part in (*content.items(), ("sha256", header.seal(content)))
     )
     write_text(folder / MANIFEST, "{" + ",\n ".join(lines) + "}\n")  # `indent` takes ten times as long
 
 
 def read(path: Path) -> dict:
     """The content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
-    content = record.read_sealed(path, "a dump's manifest", FORMAT, REMEDY)
+    content = header.read_sealed(path, "a dump's manifest", FORMAT, REMEDY)
     validate(Manifest, content, path, REMEDY)
     for step, entry in content["steps"].items():
         validate(Tensors if step == "0" else Trained, entry, f"{path}: step {step}", REMEDY)
@@ -100,11 +100,11 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     layout = Layout.model_validate(manifest["layout"])
     yield from _contradictions_of_layout(layout)
     mesh = Mesh.of_options(options)
-    problems = list(record.contradictions(run))
+    problems = list(header.contradictions(run))
     if problems:
         yield from problems
         return
-    configured = record.configuration(run)
+    configured = header.configuration(run)
     label = REFERENCE_LABEL if exact else configured.label
     if run["label"] != label and (exact or configured.spec.factory):
         yield f"run.label is {printable(repr(run['label']), 60)}, of this configuration it is {label!r}"
@@ -114,7 +114,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     if numbers != list(range(first, first + len(numbers))) or numbers[-1] > last:
         yield f"it has the steps {', '.join(map(str, numbers[:20]))}; {options['capture_steps']} were to be captured"
     # a replay has as many as the run that it replays, and a run that broke down has what it reached
-    if numbers[-1] < last and first < 2 and (exact or record.is_finite(steps[str(numbers[-1])])):
+    if numbers[-1] < last and first < 2 and (exact or header.is_finite(steps[str(numbers[-1])])):
         yield f"it has {numbers[-1]} of {last} steps: the run was stopped"
     for step in map(str, numbers):
         yield from (
@@ -194,9 +194,9 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
     losses = entry["rank_losses"]
     if len(losses) != options["dp_size"]:
         yield f"{len(losses)} rank_losses of {options['dp_size']} DP ranks"
-    elif not record.is_mean(entry["loss"], losses):
+    elif not header.is_mean(entry["loss"], losses):
         yield f"loss is {entry['loss']}, the mean of its rank_losses is {sum(losses) / len(losses)}"
-    if exact and not record.is_finite(entry):
+    if exact and not header.is_finite(entry):
         yield "a loss or norm of the reference is not finite"
     rate = rates.rate_of(options, int(step), run["num_steps"])
     if exact and entry["learning_rate"] != rate:

@@ -14,7 +14,7 @@ from lockstep.ground.schemas import Sha256, Strict, validate
 from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.recorded_rows import briefly
-from lockstep.verdict.records import Chosen
+from lockstep.verdict.scalars import Chosen
 
 SHOWN = 5
 REMEDY = "run python -m lockstep.reference again"

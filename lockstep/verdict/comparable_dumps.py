@@ -3,8 +3,8 @@
 import math
 
 from lockstep.dumps.dump import Dump
+from lockstep.dumps.header import configuration, require_comparable
 from lockstep.dumps.manifest import REMEDY
-from lockstep.dumps.record import configuration, require_comparable
 from lockstep.ground.errors import UserError
 from lockstep.inputs.data import global_batch_hash, window_hashes
 from lockstep.inputs.samples import IGNORED

@@ -10,7 +10,7 @@ from lockstep.dumps.manifest import REMEDY
 from lockstep.ground.errors import UserError
 from lockstep.plan.config import BASELINE, JUDGED
 from lockstep.plan.strategies import in_order
-from lockstep.verdict import measuring, records
+from lockstep.verdict import measuring, scalars
 from lockstep.verdict.comparable_dumps import (
     configuration_differences,
     require_comparable_dumps,
@@ -46,7 +46,7 @@ def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
         for its_reference in references.values():
             require_its_batch(its_reference, step)
         _judge_step(reference, dumps, references, step, precision, result)
-        result.losses += records.losses(reference, dumps, step, precision, references)
+        result.losses += scalars.losses(reference, dumps, step, precision, references)
     _verify_the_rest(reference)
     return result
 
@@ -82,7 +82,7 @@ def _precision(dump: Dump) -> str:
 
 def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
     """Nothing found yet, but the differences in configuration. All findings have the list of losses that the result has."""
-    losses: list[records.Loss] = []
+    losses: list[scalars.Loss] = []
     runs = {
         name: Findings(name, dump, baseline, losses, configuration_differences(dumps[baseline], dump))
         for name, dump in dumps.items()
@@ -129,7 +129,7 @@ def _judge_step(
             result.pairs[name] = tensor
         for run, distance in tensor.distances.items():
             found[run][name] = distance
-    norms = {run: norm for run in dumps if (norm := records.norm_of(dumps[run], step, found[run]))}
+    norms = {run: norm for run in dumps if (norm := scalars.norm_of(dumps[run], step, found[run]))}
     for run, norm in norms.items():
         gradients = (found[run][f"gradient/{name}"].norm for name in ddp.layout.model.trained)
         require_norm(references[run], step, math.hypot(*gradients))
@@ -145,7 +145,7 @@ def _judge_step(
             for name in ddp.expected(step)
             if name in found[run]
         ]
-        runs[run].choices += records.choices(references[run], step, runs[run].rows_of(step))
+        runs[run].choices += scalars.choices(references[run], step, runs[run].rows_of(step))
 
 
 def _verify_the_rest(reference: Dump) -> None:
@@ -170,7 +170,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
     precision = _precision(one)
     dumps = {str(one.folder): one, str(other.folder): other}
     result = _begin(dumps, str(other.folder), has_reference=False)
-    result.losses += records.losses(other, dumps, 1, precision, {})
+    result.losses += scalars.losses(other, dumps, 1, precision, {})
     names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
     result.pairs = measuring.measured(names, dict.fromkeys(dumps, other), dumps, 1)
     sizes = {name: tensor.distances[result.baseline] for name, tensor in result.pairs.items()}
@@ -179,7 +179,7 @@ def compare_two(one: Dump, other: Dump) -> Result:
         distances = {name: tensor.distances[folder] for name, tensor in result.pairs.items()}
         for name, distance in distances.items():
             run.rows.append(_judge_apart(name, distance, other, precision, noise))
-        norm = records.norm_of(run.dump, 1, distances)
+        norm = scalars.norm_of(run.dump, 1, distances)
         run.norms += [norm] if norm else []
     read = {(1, name) for name in names}
     measuring.verify(

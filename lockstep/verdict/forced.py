@@ -25,7 +25,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
-from lockstep.verdict.records import Chosen
+from lockstep.verdict.scalars import Chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
+from lockstep.dumps.header import is_finite, require_comparable
 from lockstep.dumps.history import History
-from lockstep.dumps.record import is_finite, require_comparable
 from lockstep.ground.errors import UserError
 from lockstep.plan.contract import KNOWN_DIFFERENCES, contract_differences, on_any_mesh
 from lockstep.plan.rates import rate_of

@@ -25,7 +25,7 @@ from lockstep.verdict.distance import (
     tensor_distances,
     update_distances,
 )
-from lockstep.verdict.records import Norm
+from lockstep.verdict.scalars import Norm
 
 SMALL = 1 << 26  # elements that are compared before a process pool has started
 Found = dict[str, Distance]  # by tensor

@@ -13,7 +13,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
 from lockstep.verdict.recorded_rows import StepVerdict, judged, times
-from lockstep.verdict.records import Chosen
+from lockstep.verdict.scalars import Chosen
 
 Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
 

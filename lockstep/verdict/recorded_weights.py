@@ -22,7 +22,7 @@ from lockstep.verdict.normalisation import (
     Weighting,
 )
 from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.records import float32_norm_error
+from lockstep.verdict.scalars import float32_norm_error
 
 TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
 # Where a factor came in
