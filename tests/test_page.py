@@ -17,6 +17,7 @@ from lockstep import compare, judge
 from lockstep.ground import files
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
+from lockstep.page.recording import _when
 from lockstep.verdict import judgement
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
@@ -148,8 +149,10 @@ def test_a_recording_has_both_ways(recorded):
     content = payload(recorded)
     assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
     assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
+    by_itself, from_batch = content["views"]
+    assert by_itself["first"][:2] == [1, SHARD] and from_batch["first"] is None
     for number, view in enumerate(content["views"]):
-        assert view["first"][:2] == [1, SHARD] and view["counts"][view["name"]]["far"] == 2
+        assert view["counts"][view["name"]]["far"] == 2
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
@@ -173,7 +176,8 @@ def test_ranks_on_which_an_output_is_too_far(recordings):
     tables = payload(recordings["ddp"])["tables"]
     found = [table["ranks"] for table in tables if table["view"] == 1]
     assert found[0] == {} and found[1]
-    assert all(sorted(ranks) == ["0", "1"] and not all(ranks.values()) for ranks in found[1].values())
+    assert all(sorted(ranks) == ["0", "1"] for ranks in found[1].values())
+    assert all(min(ranks.values()) < 1 < max(ranks.values()) for ranks in found[1].values())
 
 
 def test_a_batch_that_is_wrong_has_a_picture(dumps, tmp_path):
@@ -202,6 +206,31 @@ def test_copies_that_differ_in_a_recording(recordings):
     assert {name for name in content["names"] if name.startswith("gradient/")} <= found.keys()
     assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == ([1], [64 * 64])
     assert payload(recordings["fsdp"])["views"][0]["differing"] == []
+
+
+def test_copies_that_differ_are_the_first_of_a_recording(recordings):
+    """Gradients of the ranks differ in step 1, and what is too far follows from them in step 2. Negative control: FSDP2's, as above."""
+    by_itself, from_batch = payload(recordings["ddp"])["views"]
+    step, name, what = from_batch["first"]
+    assert (step, name.split("/")[0], what) == (1, "gradient", "not the same on all ranks that hold it")
+    assert by_itself["first"] is None and "not the same on all ranks" in from_batch["further"]
+
+
+@pytest.mark.parametrize(
+    "wrong, first",
+    [
+        (["update/a", "gradient/a"], "gradient/a"),
+        (["gradient norm", "gradient/a"], "gradient/a"),
+        (["backward/b", "loss of micro batch 0, rank 0", "forward/c"], "forward/c"),
+        (["backward/b", "loss of micro batch 0, rank 0"], "loss of micro batch 0, rank 0"),
+    ],
+)
+def test_the_order_of_what_is_wrong_in_a_recording(wrong, first):
+    """Whatever the order in which it was found; of one part, what was found first. Of two steps, the first."""
+    rows = [(1, name, "", "") for name in wrong]
+    assert min(rows, key=_when)[1] == first
+    assert min([*rows, (1, f"{first} again", "", ""), (0, "update/z", "", "")], key=_when)[1] == "update/z"
+    assert min([*rows, (1, f"{first} again", "", "")], key=_when)[1] == first
 
 
 def test_heads_of_a_recording_are_those_of_each_attention(recorded):

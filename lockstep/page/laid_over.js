@@ -46,11 +46,10 @@ function compared(other) {
     const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step, table.alone);
     if (!mine) continue;
     const run = table.alone ? `${label}, ${wayOf(true)}` : label;
-    const numbers = new Map(page.names.map((name, number) => [name, number]));
     const far = new Set(table.far);
     table.names.forEach((number, place) => {
       const name = other.names[number];
-      const row = mine.row(numbers.get(name));
+      const row = mine.row(numberOf.get(name));
       if (row === null) return;
       count += 1;
       const share = table.columns.share[place] ?? Infinity;

@@ -51,7 +51,8 @@ function onRanks(state, row) {
   const odd = oddOf(state.view, state.step, name);
   const said = row && ranksText(state.view, state.step, state.tensor, row);
   const head = [el("h3", {}, "On the ranks"), ...(said ? [el("p", { class: "where" }, `${said}.`)] : [])];
-  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head)] : [];
+  const each = row?.ranks.length > 1 && held.length < 2 ? [sharesOf(row)] : [];
+  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head, ...each)] : [];
   const shape = shapeOf(held);
   // Ranks that differ from others with the same part have lines of their own.
   const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
@@ -82,8 +83,17 @@ function onRanks(state, row) {
   const table = (lines) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
     el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
   const rest = body.slice(SHOWN);
-  return [el("section", { id: "on-ranks" }, ...head, table(body.slice(0, SHOWN)),
+  return [el("section", { id: "on-ranks" }, ...head, ...each, table(body.slice(0, SHOWN)),
     rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest)) : null)];
+}
+
+/** Of a tensor that each rank has for its own samples: how far it is off there. */
+function sharesOf(row) {
+  const title = row.where.includes("DP rank") ? "DP rank" : "rank";
+  const body = row.ranks.map((one) => el("tr", { class: isFar(one) ? "differs-row" : "" },
+    el("td", {}, one[0]), el("td", { class: "number" }, shared({ share: one[1] ?? Infinity, far: isFar(one) }))));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "How far it is off on each rank" }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, title), el("th", { scope: "col", class: "number" }, "of tolerated, in its worst micro batch"))), el("tbody", {}, ...body)));
 }
 
 function showContracts(parent) {
