@@ -70,11 +70,6 @@ def recordings(tmp_path_factory):
     return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
 
 
-@pytest.fixture
-def recorded(recordings):
-    return recordings["fsdp"]
-
-
 def test_a_comparison_in_numbers(failed):
     content = payload(failed)
     assert (content["kind"], content["verdict"]) == ("verification", "FAIL")
@@ -145,8 +140,8 @@ def test_two_dumps_without_a_reference(dumps, tmp_path):
     assert all(table["pictures"] == {} for table in content["tables"])
 
 
-def test_a_recording_has_both_ways(recorded):
-    content = payload(recorded)
+def test_a_recording_has_both_ways(recordings):
+    content = payload(recordings["fsdp"])
     assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
     assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
     by_itself, from_batch = content["views"]
@@ -165,6 +160,8 @@ def test_a_recording_has_both_ways(recorded):
     made = {"script", "mesh", "precision", "device", "seed"}
     assert made < found_out.keys() and "not recorded" not in {found_out[name] for name in made}
     assert found_out["mesh"] == "2 ranks; groups of ranks: 0, 1"
+    cut = [dict(payload(recordings[kind])["found_out"])["sharding"] for kind in ("fsdp", "ddp")]
+    assert cut == [f"{count} of 26 weights are cut between ranks" for count in (26, 0)]
     assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
     assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
@@ -233,8 +230,8 @@ def test_the_order_of_what_is_wrong_in_a_recording(wrong, first):
     assert min([*rows, (1, f"{first} again", "", "")], key=_when)[1] == first
 
 
-def test_heads_of_a_recording_are_those_of_each_attention(recorded):
-    heads = payload(recorded)["heads"]
+def test_heads_of_a_recording_are_those_of_each_attention(recordings):
+    heads = payload(recordings["fsdp"])["heads"]
     assert heads == {f"model.layers.{layer}.self_attn": [4, 2, None, 64] for layer in range(2)}
 
 

@@ -158,7 +158,9 @@ def test_the_first_failure_is_open(opened):
     said = page.text(".finding")
     assert "than one element may be: rows 4 to 7 of 8." in said
     assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3" in said
-    assert "in 6 elements, not judged" in said and page.text(".rank.differs").startswith("rank 3")
+    assert "in 6 elements, which was not judged and may be right or wrong" in said and page.text(
+        ".rank.differs"
+    ).startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
 
 
@@ -436,11 +438,43 @@ def test_a_copy_that_differs(opened):
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[1].startswith("0, 2\trows 0 to 3\t") and lines[2].startswith("1\trows 4 to 7\t")
     assert lines[0] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
-    other = "; rank 3 (dp 1, tp 1) has another copy, in 6 elements, not judged"
+    other = "; rank 3 (dp 1, tp 1) has another copy, in 6 elements, which was not judged and may be right or wrong"
     assert other in page.text(".finding") and other in page.text("#on-ranks")
     page.tab.check(FROM_BATCH)
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')
     assert page.tab.query_selector("#on-ranks") is None
+
+
+def test_the_mesh_marks_the_ranks_that_are_wrong(opened):
+    """By the shards, and by the samples of each. A copy that was not judged is marked as such. Negative control: where the tensor is near enough."""
+
+    def marked(page):
+        return page.tab.locator(".rank.wrong b").all_inner_texts()
+
+    page = opened("fail")
+    assert marked(page) == ["rank 1"] and page.text(".rank.differs b") == "rank 3"
+    assert "✕ wrong here" in page.text(".rank.wrong")
+    page.tab.check('input[name="view"][value="0"]')
+    assert marked(page) == []
+    page = opened("copies")
+    assert marked(page) == []
+    page.tab.check('input[name="step"][value="2"]')
+    page.tab.click('.cell[aria-label^="forward/model.norm,"]')
+    assert marked(page) == ["rank 1"]
+    assert marked(opened("positions")) == ["rank 1"]
+
+
+def test_what_the_page_says_of_ranks_is_not_said_again(opened, tmp_path):
+    """Nor of elements. Negative control: another observation stays."""
+    page = comparison("FAIL")
+    said = [
+        "not the same on all ranks that hold it: different on rank 3",
+        "4 of 48 elements are wrong",
+        "twice",
+    ]
+    page.views[1].observed = said
+    (tmp_path / "report.html").write_text(html(page))
+    assert opened(tmp_path / "report.html").text('[data-title="Observed"]') == "Observed\ntwice"
 
 
 def test_copies_that_differ_before_anything_is_too_far(opened):
@@ -751,6 +785,7 @@ def test_a_report_is_laid_over_another(opened, files):
     page.tab.wait_for_selector("#over table")
     said = page.text("#over")
     assert "The verdict was PASS and is FAIL." in said
+    assert f"First wrong tensor: was none, is {WRONG} in step 1, FSDP: shard." in said
     assert page.text("#over tbody tr:first-child code") == "gradient/model.layers.1.mlp.down_proj.weight"
     assert "versions: was torch 2.12.0, is torch 2.13.0" in said
 
@@ -806,9 +841,19 @@ def test_of_many_runs_the_chosen_one_is_drawn(opened):
 
 
 def test_print_has_the_verdict_and_how_it_was_found_out(opened):
+    """On paper at once, on the screen after a key. Negative control: the map is on the screen alone."""
     page = opened("fail")
+
+    def shown():
+        return [page.tab.is_visible(one) for one in ("h1", "#how dd:last-child", "#model")]
+
+    assert shown() == [True, False, True]
     page.tab.emulate_media(media="print")
-    assert page.tab.is_visible("h1") and page.tab.is_visible("#how") and not page.tab.is_visible("#model")
+    assert shown() == [True, True, False]
+    page.tab.emulate_media(media="screen")
+    page.tab.focus("#how summary")
+    page.tab.keyboard.press("Enter")
+    assert shown() == [True, True, True] and "side by side under Contracts" in page.text("#how")
 
 
 def test_the_large_page_has_all_tensors(opened, files):
@@ -823,10 +868,11 @@ def test_the_large_page_has_all_tensors(opened, files):
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 400)])
 def test_a_listing_is_sorted_and_filtered(opened, tmp_path, scheme, width):
-    write_listing(
-        tmp_path / "report.html", "Faults", ["3 of 3"], ["fault", "strategy", "loss", "difference"], LISTING
-    )
+    heads = ["fault", "strategy", "loss", "difference"]
+    write_listing(tmp_path / "report.html", "Faults", ["3 of 3"], heads, LISTING, "FAIL")
     page = opened(tmp_path / "report.html", ready="#listing", scheme=scheme, width=width)
+
+    assert page.text("h1") == "FAIL Faults" and page.tab.title() == "FAIL: Faults"
 
     def firsts():
         return page.tab.locator("#listing tbody tr:visible td:first-child").all_inner_texts()

@@ -69,7 +69,7 @@ const tables = page.tables.map((table) => {
       const batch = isBatch(name);
       const of = (column) => table.columns[column][place];
       return {
-        error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
+        error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"),
         share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         batch, where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,

@@ -20,6 +20,9 @@ async function layOver(parent, file) {
 function showChanges(parent, title, other) {
   const lines = [];
   if (other.verdict !== page.verdict) lines.push(`The verdict was ${other.verdict} and is ${page.verdict}.`);
+  const [before, now] = [other, page].map(firstsText);
+  if (before !== now) lines.push(`First wrong tensor: was ${before}, is ${now}.`);
+  if (other.lead !== page.lead) lines.push(`It was said: ${other.lead}`, `It is said: ${page.lead}`);
   const [was, is] = [other, page].map((one) => Object.fromEntries(one.found_out));
   for (const entry of Object.keys({ ...was, ...is })) {
     if (was[entry] !== is[entry]) lines.push(`${entry}: ${changed(was[entry] ?? "not said", is[entry] ?? "not said")}`);
@@ -35,6 +38,11 @@ function showChanges(parent, title, other) {
     el("p", {}, `${count} tensors are in both, ${alike} of them with the same errors. Those that crossed what is tolerated come first, then the largest changes of the share of it.`),
     body.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tensors that changed" }, el("table", {},
       el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
+}
+
+function firstsText({ views }) {
+  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...causes.map(([cause]) => cause)].join(": "));
+  return found.join("; ") || "none";
 }
 
 /** The tensors of both reports, by name, step, the label of their view, and how they were computed. */

@@ -49,7 +49,9 @@ function sayWhere(section, view) {
   const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
-  if (where) list.querySelectorAll("[data-title=Observed] dd").forEach((one) => /^\d+ of \d+ elements are wrong$/.test(one.textContent) && one.remove());
+  // What has been said already
+  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
+  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => told.some((said) => said.test(one.textContent)) && one.remove());
   list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
   if (page.kind === "recording") list.append(pair(`In step ${step}`, rightText(tableOf(view, step))));
   section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
@@ -169,4 +171,5 @@ function buildTools() {
 }
 
 begin();
+addEventListener("beforeprint", () => document.getElementById("how").open = true);
 addEventListener("hashchange", () => location.reload());

@@ -17,7 +17,7 @@ from lockstep.verdict.recorded_rows import briefly
 FORMAT = 7
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
-COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
+COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2}
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 # To compute a step: what they are called, and what that is
@@ -70,7 +70,7 @@ class View:
 
 @dataclass
 class Table:
-    """The tensors of one view in one step, in order of execution, by column; errors are relative, `norm` is the run's own."""
+    """The tensors of one view in one step, in order of execution, by column; errors are relative."""
 
     view: int
     step: int
@@ -164,7 +164,6 @@ class Page:
                 relative(row.tolerated, distance.norm),
                 distance.relative_largest,
                 relative(row.tolerated_largest, distance.largest),
-                distance.own_norm,
             )
             shown = numbers[:1] if alone else numbers
             for (column, digits), value in zip(COLUMNS.items(), shown, strict=False):

@@ -38,7 +38,7 @@ function ranksText(view, step, name, row) {
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
   const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
   const also = others.length === 1 ? "has another copy" : "have other copies";
-  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, not judged`;
+  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged and may be right or wrong`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
   if (page.kind === "recording") return `no rank alone: ${ranksAt(view, others)} ${also} than ${listed(same)}${where}, and no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;

@@ -16,13 +16,15 @@ function showRanks(parent, state) {
   const shape = shapeOf(held);
   const axes = Object.keys(view.ranks[0]);
   const wide = axes.length ? Math.max(...view.ranks.map((place) => place[axes.at(-1)])) + 1 : 1;
+  const wrong = name === null ? new Set() : wrongRanks(state, held, odd);
   const cards = view.ranks.map((place, rank) => {
     const own = held.find(({ ranks }) => ranks.includes(rank));
     const coordinates = axes.filter((axis) => axis !== "rank").map((axis) => `${axis} ${place[axis]}`).join(", ");
-    return el("div", { class: `rank ${odd.has(rank) ? "differs" : ""}` },
+    return el("div", { class: `rank ${odd.has(rank) ? "differs" : ""}${wrong.has(rank) ? "wrong" : ""}` },
       el("b", {}, `rank ${rank}`), coordinates ? el("span", { class: "quiet" }, `${coordinates} `) : null,
       own ? el("span", {}, heldText(name, shape, own.boxes)) : null,
-      odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null);
+      odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null,
+      wrong.has(rank) ? el("em", {}, " ✕ wrong here") : null);
   });
   const grid = el("div", { class: "mesh" }, ...cards);
   grid.style.gridTemplateColumns = `repeat(${Math.min(wide, 8)}, minmax(0, 1fr))`;
@@ -31,6 +33,18 @@ function showRanks(parent, state) {
     el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
     grid,
     other.length ? el("p", {}, `In step ${state.step}, ${other.length} tensors are not the same on all ranks that hold them; the first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
+}
+
+/** The ranks on which the open tensor is wrong, as far as that is known; what differs from the judged copy was not judged. */
+function wrongRanks(state, held, odd) {
+  const row = withPicture(state.view, state.step, state.tensor, state.alone);
+  if (!row?.far) return new Set();
+  const slices = slicesOf(row);
+  const each = row.ranks.length && !(held.length > 1 && slices);
+  if (each && row.where.includes("DP rank")) return new Set();
+  const parts = held.length === 1 || (slices && heldOf(state.view, state.tensor, row.picture).length) ? held : [];
+  const hit = each ? row.ranks.filter(isFar).map(([rank]) => Number(rank)) : parts.flatMap(({ ranks, boxes }) => (held.length === 1 || isWrong(boxes, slices, row) ? ranks : []));
+  return new Set(hit.filter((rank) => !odd.has(rank)));
 }
 
 function shapeOf(held) {

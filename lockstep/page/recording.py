@@ -97,6 +97,8 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ("seed", made.seed),
     )
     mesh = "; ".join(", ".join(map(str, group)) for group in sorted(groups))
+    held = [places for name, places in first.places.items() if name.startswith("weight/")]
+    cut = sum(any(part.shape != whole.full for part in parts) for whole, *parts in held)
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
         ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
@@ -106,6 +108,7 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ),
         *((what, said or "not recorded") for what, said in how),
         ("mesh", f"{first.world_size} ranks; groups of ranks: {mesh or 'none'}"),
+        ("sharding", f"{cut} of {len(held)} weights are cut between ranks"),
         ("precision", ", ".join(dict.fromkeys(precision)).replace("torch.", "")),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),
