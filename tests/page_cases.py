@@ -144,9 +144,9 @@ def recording():
 
 
 def copies():
-    """A recording of two ranks: in step 1, the copies of one gradient and of its update differ, so outputs of rank 1 are wrong in step 2."""
+    """A recording of four ranks: in step 1, the copies of one gradient and of its update differ, so outputs of rank 1 are wrong in step 2."""
     output, gradient, update = "forward/model.norm", WRONG, WRONG.replace("gradient/", "update/")
-    ranks = [{"rank": 0}, {"rank": 1}]
+    ranks = [{"rank": rank} for rank in range(4)]
     page = Page(
         "recording", "FAIL", "a recorded run", "step 1: gradients differ; they were not reduced.", [], []
     )
@@ -156,9 +156,9 @@ def copies():
     for step in (1, 2):
         rows = [row(step, name, step == 2 and name == output) for name in (output, gradient, update)]
         if step == 2:
-            rows[0].where, rows[0].ranks = "micro batch 0, rank 1", {0: 0.2, 1: rows[0].multiple}
+            rows[0].where, rows[0].ranks = "micro batch 0, rank 1", {0: 0.2, 1: rows[0].multiple, 2: 0}
         whole = [[[0, 0], [8, 6]]]
-        page.add(one, step, rows, {gradient: [whole, whole], update: [whole, whole]})
+        page.add(one, step, rows, {gradient: [whole] * 4, update: [whole] * 4})
     return page
 
 

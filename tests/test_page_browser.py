@@ -461,6 +461,9 @@ def test_the_mesh_marks_the_ranks_that_are_wrong(opened):
     page.tab.check('input[name="step"][value="2"]')
     page.tab.click('.cell[aria-label^="forward/model.norm,"]')
     assert marked(page) == ["rank 1"]
+    assert ["not judged" in one for one in page.tab.locator(".rank").all_inner_texts()] == [False] * 3 + [
+        True
+    ]
     assert marked(opened("positions")) == ["rank 1"]
 
 
@@ -482,9 +485,7 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
     page = opened("copies")
     assert page.text(".finding .tensor") == WRONG == page.text("#tensor h3")
     said = page.text(".finding")
-    blamed = (
-        "no rank alone: rank 1 has another copy than rank 0, in 6 elements, and no copy is known to be right"
-    )
+    blamed = "no rank alone: rank 1 has another copy than ranks 0, 2, 3, in 6 elements, and no copy is known to be right"
     assert blamed in said and "elements are farther off" not in said
     assert "Gradients of weights: 0 of 1 right" in said and "Outputs: all 1 right" in said
     marked = page.tab.eval_on_selector_all(
@@ -505,7 +506,9 @@ def test_the_numbers_of_each_rank(opened):
     page.tab.check('input[name="step"][value="2"]')
     page.tab.click('.cell[aria-label^="forward/model.norm,"]')
     said = page.text("#on-ranks")
-    assert "rank 1 alone; on rank 0 it is near enough; but weights of the ranks differ since step 1" in said
+    assert (
+        "rank 1 alone; on ranks 0, 2 it is near enough; but weights of the ranks differ since step 1" in said
+    )
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[0] == "0\t0.2" and lines[1].startswith("1\t") and lines[1].endswith(" ✕")
 

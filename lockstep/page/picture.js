@@ -79,7 +79,7 @@ function alikeText(view, step, row) {
   const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
   const ranksOf = (shares) => shares.map(([rank]) => Number(rank));
   const [far, right] = [row.ranks.filter(isFar), row.ranks.filter((one) => !isFar(one))];
-  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `no rank alone: wrong on ${whose(ranksOf(far))}`;
+  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `no rank alone: wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
   const before = page.kind === "recording" ? page.views[view].differing.find(([at, name]) => at < step && kindOf(name) === "update") : null;
   const why = before ? `; but weights of the ranks differ since step ${before[0]}, and the reference has those of rank 0` : "";
   return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${why}`;

@@ -16,7 +16,9 @@ function showRanks(parent, state) {
   const shape = shapeOf(held);
   const axes = Object.keys(view.ranks[0]);
   const wide = axes.length ? Math.max(...view.ranks.map((place) => place[axes.at(-1)])) + 1 : 1;
-  const wrong = name === null ? new Set() : wrongRanks(state, held, odd);
+  const row = name === null ? null : withPicture(state.view, state.step, state.tensor, state.alone);
+  const wrong = wrongRanks(state, row, held, odd);
+  const judged = row?.ranks.length && held.length < 2 && !row.where.includes("DP rank") ? row.ranks.map(([rank]) => Number(rank)) : [...view.ranks.keys()];
   const cards = view.ranks.map((place, rank) => {
     const own = held.find(({ ranks }) => ranks.includes(rank));
     const coordinates = axes.filter((axis) => axis !== "rank").map((axis) => `${axis} ${place[axis]}`).join(", ");
@@ -24,20 +26,20 @@ function showRanks(parent, state) {
       el("b", {}, `rank ${rank}`), coordinates ? el("span", { class: "quiet" }, `${coordinates} `) : null,
       own ? el("span", {}, heldText(name, shape, own.boxes)) : null,
       odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null,
-      wrong.has(rank) ? el("em", {}, " ✕ wrong here") : null);
+      wrong.has(rank) ? el("em", {}, " ✕ wrong here") : null,
+      judged.includes(rank) ? null : el("span", { class: "quiet" }, "not judged"));
   });
   const grid = el("div", { class: "mesh" }, ...cards);
   grid.style.gridTemplateColumns = `repeat(${Math.min(wide, 8)}, minmax(0, 1fr))`;
   const other = view.differing.filter(([step]) => step === state.step);
   parent.replaceChildren(el("h2", { id: "ranks-title" }, `Ranks of ${page.kind === "verification" ? view.label : "the run"}`),
     el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
-    grid,
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The mesh" }, grid),
     other.length ? el("p", {}, `In step ${state.step}, ${other.length} tensors are not the same on all ranks that hold them; the first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
 }
 
 /** The ranks on which the open tensor is wrong, as far as that is known; what differs from the judged copy was not judged. */
-function wrongRanks(state, held, odd) {
-  const row = withPicture(state.view, state.step, state.tensor, state.alone);
+function wrongRanks(state, row, held, odd) {
   if (!row?.far) return new Set();
   const slices = slicesOf(row);
   const each = row.ranks.length && !(held.length > 1 && slices);
