@@ -106,10 +106,13 @@ function onRanks(state, row) {
 /** Of a tensor that each rank has for its own samples: how far it is off there. */
 function sharesOf(row) {
   const title = row.where.includes("DP rank") ? "DP rank" : "rank";
-  const body = row.ranks.map((one) => el("tr", { class: isFar(one) ? "differs-row" : "" },
-    el("td", {}, one[0]), el("td", { class: "number" }, shared({ share: one[1] ?? Infinity, far: isFar(one) }))));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "How far it is off on each rank" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, title), el("th", { scope: "col", class: "number" }, "of tolerated, in its worst micro batch"))), el("tbody", {}, ...body)));
+  const line = (one) => el("tr", { class: isFar(one) ? "differs-row" : "" },
+    el("td", {}, one[0]), el("td", { class: "number" }, shared({ share: one[1] ?? Infinity, far: isFar(one) })));
+  const table = (ranks, label) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, title), el("th", { scope: "col", class: "number" }, "of tolerated, in its worst micro batch"))), el("tbody", {}, ...ranks.map(line))));
+  const rest = row.ranks.slice(SHOWN);
+  return el("div", {}, table(row.ranks.slice(0, SHOWN), "How far it is off on each rank"),
+    rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest, "How far it is off on further ranks")) : null);
 }
 
 function showContracts(parent) {
