@@ -136,7 +136,44 @@ def recording():
         if tensors is alone:
             hidden = next(one for one in rows if one.name == HIDDEN)
             hidden.factor = Factor(HIDDEN, (8, 6), None, 0.003, 1e-5)
-        page.add(view(label, rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
+        one = view(label, rows, ranks=[{"rank": 0}, {"rank": 1}])
+        if tensors is not alone:  # a recording has one first
+            one.first = None
+        page.add(one, 1, rows, {})
+    return page
+
+
+def copies():
+    """A recording of four ranks: in step 1, the copies of one gradient and of its update differ, so outputs of rank 1 are wrong in step 2."""
+    output, gradient, update = "forward/model.norm", WRONG, WRONG.replace("gradient/", "update/")
+    ranks = [{"rank": rank} for rank in range(4)]
+    page = Page(
+        "recording", "FAIL", "a recorded run", "step 1: gradients differ; they were not reduced.", [], []
+    )
+    one = View("from the batch", "from the batch", "FAIL", ranks=ranks)
+    one.first = (1, WRONG, "not the same on all ranks that hold it")
+    one.differing = [(1, WRONG, [1], [6]), (1, update, [1], [6])]
+    for step in (1, 2):
+        rows = [row(step, name, step == 2 and name == output) for name in (output, gradient, update)]
+        if step == 2:
+            rows[0].where, rows[0].ranks = "micro batch 0, rank 1", {0: 0.2, 1: rows[0].multiple, 2: 0}
+        whole = [[[0, 0], [8, 6]]]
+        page.add(one, step, rows, {gradient: [whole] * 4, update: [whole] * 4})
+    return page
+
+
+def uncounted():
+    """A recording of which all tensors are near enough to a reference that counts micro batches as the run did."""
+    page = Page(
+        "recording",
+        "FAIL",
+        "a recorded run",
+        "step 1: micro batches count 1 and 2.",
+        ["step 1: 2 micro batches"],
+        [],
+    )
+    rows = [row(1, name) for name in names()[1:4]]
+    page.add(view("from the batch", rows, ranks=[{"rank": 0}, {"rank": 1}]), 1, rows, {})
     return page
 
 

@@ -17,6 +17,7 @@ from lockstep import compare, judge
 from lockstep.ground import files
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
+from lockstep.page.recording import _when
 from lockstep.verdict import judgement
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
@@ -67,11 +68,6 @@ def recordings(tmp_path_factory):
     )
     assert [judge.main([str(folder / kind / "run")]) for kind in bugs] == [1, 1]
     return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
-
-
-@pytest.fixture
-def recorded(recordings):
-    return recordings["fsdp"]
 
 
 def test_a_comparison_in_numbers(failed):
@@ -144,12 +140,14 @@ def test_two_dumps_without_a_reference(dumps, tmp_path):
     assert all(table["pictures"] == {} for table in content["tables"])
 
 
-def test_a_recording_has_both_ways(recorded):
-    content = payload(recorded)
+def test_a_recording_has_both_ways(recordings):
+    content = payload(recordings["fsdp"])
     assert (content["kind"], content["verdict"]) == ("recording", "FAIL")
     assert [view["label"] for view in content["views"]] == ["each module by itself", "from the batch"]
+    by_itself, from_batch = content["views"]
+    assert by_itself["first"][:2] == [1, SHARD] and from_batch["first"] is None
     for number, view in enumerate(content["views"]):
-        assert view["first"][:2] == [1, SHARD] and view["counts"][view["name"]]["far"] == 2
+        assert view["counts"][view["name"]]["far"] == 2
         table, place = row_of(content, number, 1, SHARD)
         assert table["pictures"][str(place)]["slices"] == [[[32, 32]], [[0, 128]]]
         boxes = view["placements"][view["placed"][str(content["names"][SHARD])]]
@@ -162,6 +160,8 @@ def test_a_recording_has_both_ways(recorded):
     made = {"script", "mesh", "precision", "device", "seed"}
     assert made < found_out.keys() and "not recorded" not in {found_out[name] for name in made}
     assert found_out["mesh"] == "2 ranks; groups of ranks: 0, 1"
+    cut = [dict(payload(recordings[kind])["found_out"])["sharding"] for kind in ("fsdp", "ddp")]
+    assert cut == [f"{count} of 26 weights are cut between ranks" for count in (26, 0)]
     assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
     assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
@@ -173,7 +173,8 @@ def test_ranks_on_which_an_output_is_too_far(recordings):
     tables = payload(recordings["ddp"])["tables"]
     found = [table["ranks"] for table in tables if table["view"] == 1]
     assert found[0] == {} and found[1]
-    assert all(sorted(ranks) == ["0", "1"] and not all(ranks.values()) for ranks in found[1].values())
+    assert all(sorted(ranks) == ["0", "1"] for ranks in found[1].values())
+    assert all(min(ranks.values()) < 1 < max(ranks.values()) for ranks in found[1].values())
 
 
 def test_a_batch_that_is_wrong_has_a_picture(dumps, tmp_path):
@@ -204,8 +205,33 @@ def test_copies_that_differ_in_a_recording(recordings):
     assert payload(recordings["fsdp"])["views"][0]["differing"] == []
 
 
-def test_heads_of_a_recording_are_those_of_each_attention(recorded):
-    heads = payload(recorded)["heads"]
+def test_copies_that_differ_are_the_first_of_a_recording(recordings):
+    """Gradients of the ranks differ in step 1, and what is too far follows from them in step 2. Negative control: FSDP2's, as above."""
+    by_itself, from_batch = payload(recordings["ddp"])["views"]
+    step, name, what = from_batch["first"]
+    assert (step, name.split("/")[0], what) == (1, "gradient", "not the same on all ranks that hold it")
+    assert by_itself["first"] is None and "not the same on all ranks" in from_batch["further"]
+
+
+@pytest.mark.parametrize(
+    "wrong, first",
+    [
+        (["update/a", "gradient/a"], "gradient/a"),
+        (["gradient norm", "gradient/a"], "gradient/a"),
+        (["backward/b", "loss of micro batch 0, rank 0", "forward/c"], "forward/c"),
+        (["backward/b", "loss of micro batch 0, rank 0"], "loss of micro batch 0, rank 0"),
+    ],
+)
+def test_the_order_of_what_is_wrong_in_a_recording(wrong, first):
+    """Whatever the order in which it was found; of one part, what was found first. Of two steps, the first."""
+    rows = [(1, name, "", "") for name in wrong]
+    assert min(rows, key=_when)[1] == first
+    assert min([*rows, (1, f"{first} again", "", ""), (0, "update/z", "", "")], key=_when)[1] == "update/z"
+    assert min([*rows, (1, f"{first} again", "", "")], key=_when)[1] == first
+
+
+def test_heads_of_a_recording_are_those_of_each_attention(recordings):
+    heads = payload(recordings["fsdp"])["heads"]
     assert heads == {f"model.layers.{layer}.self_attn": [4, 2, None, 64] for layer in range(2)}
 
 

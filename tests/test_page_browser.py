@@ -15,12 +15,15 @@ from page_cases import (
     HEADLESS,
     HIDDEN,
     HOSTILE,
+    WRONG,
     comparison,
+    copies,
     fed,
     hidden,
     positions,
     recording,
     study,
+    uncounted,
 )
 from page_size import large
 
@@ -58,6 +61,8 @@ def files(tmp_path_factory):
         "recording": recording(),
         "fed": fed(),
         "positions": positions(),
+        "copies": copies(),
+        "uncounted": uncounted(),
         "study": study(),
         "large": large(wrong=True),
         "empty": Page(
@@ -109,7 +114,20 @@ def opened(browser, files):
 
 
 @pytest.mark.parametrize(
-    "name", ["fail", "pass", "hidden", "recording", "fed", "positions", "study", "large", "empty"]
+    "name",
+    [
+        "fail",
+        "pass",
+        "hidden",
+        "recording",
+        "fed",
+        "positions",
+        "copies",
+        "uncounted",
+        "study",
+        "large",
+        "empty",
+    ],
 )
 def test_no_error_and_no_request(opened, files, name):
     page = opened(name)
@@ -139,8 +157,10 @@ def test_the_first_failure_is_open(opened):
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
     said = page.text(".finding")
     assert "than one element may be: rows 4 to 7 of 8." in said
-    assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3 has" in said
-    assert page.text(".rank.differs").startswith("rank 3")
+    assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3" in said
+    assert "in 6 elements, which was not judged and may be right or wrong" in said and page.text(
+        ".rank.differs"
+    ).startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
 
 
@@ -418,11 +438,98 @@ def test_a_copy_that_differs(opened):
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[1].startswith("0, 2\trows 0 to 3\t") and lines[2].startswith("1\trows 4 to 7\t")
     assert lines[0] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
-    copies = "; rank 3 has another copy, in 6 elements"
-    assert copies in page.text(".finding") and copies in page.text("#on-ranks")
+    other = "; rank 3 (dp 1, tp 1) has another copy, in 6 elements, which was not judged and may be right or wrong"
+    assert other in page.text(".finding") and other in page.text("#on-ranks")
     page.tab.check(FROM_BATCH)
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')
     assert page.tab.query_selector("#on-ranks") is None
+
+
+def test_the_mesh_marks_the_ranks_that_are_wrong(opened):
+    """By the shards, and by the samples of each. A copy that was not judged is marked as such. Negative control: where the tensor is near enough."""
+
+    def marked(page):
+        return page.tab.locator(".rank.wrong b").all_inner_texts()
+
+    page = opened("fail")
+    assert marked(page) == ["rank 1"] and page.text(".rank.differs b") == "rank 3"
+    assert "✕ wrong here" in page.text(".rank.wrong")
+    page.tab.check('input[name="view"][value="0"]')
+    assert marked(page) == []
+    page = opened("copies")
+    assert marked(page) == []
+    page.tab.check('input[name="step"][value="2"]')
+    page.tab.click('.cell[aria-label^="forward/model.norm,"]')
+    assert marked(page) == ["rank 1"]
+    assert ["not judged" in one for one in page.tab.locator(".rank").all_inner_texts()] == [False] * 3 + [
+        True
+    ]
+    assert marked(opened("positions")) == ["rank 1"]
+
+
+def test_what_the_page_says_of_ranks_is_not_said_again(opened, tmp_path):
+    """Nor of elements. Negative control: another observation stays."""
+    page = comparison("FAIL")
+    said = [
+        "not the same on all ranks that hold it: different on rank 3",
+        "4 of 48 elements are wrong",
+        "twice",
+    ]
+    page.views[1].observed = said
+    (tmp_path / "report.html").write_text(html(page))
+    assert opened(tmp_path / "report.html").text('[data-title="Observed"]') == "Observed\ntwice"
+
+
+def test_copies_that_differ_before_anything_is_too_far(opened):
+    """In a recording: the first wrong tensor, no rank is blamed, and the map has them marked. Negative control: the output, which no rank has another copy of."""
+    page = opened("copies")
+    assert page.text(".finding .tensor") == WRONG == page.text("#tensor h3")
+    said = page.text(".finding")
+    blamed = "no rank alone: rank 1 has another copy than ranks 0, 2, 3, in 6 elements, and no copy is known to be right"
+    assert blamed in said and "elements are farther off" not in said
+    assert "Gradients of weights: 0 of 1 right" in said and "Outputs: all 1 right" in said
+    marked = page.tab.eval_on_selector_all(
+        ".cell.copies[data-name]", "all => all.map((one) => one.ariaLabel)"
+    )
+    assert [one.split(", ")[0] for one in marked] == [WRONG, WRONG.replace("gradient/", "update/")]
+    assert all(one.endswith(", not the same on all ranks") for one in marked)
+    assert "0 of 3 tensors are wrong; 2 are not the same on all ranks." in page.text("#way")
+    assert issue_of(page).startswith("# step 1: gradients differ (a recorded run)\n")
+    page.tab.keyboard.press("Escape")
+    page.tab.check('input[name="step"][value="2"]')
+    assert page.tab.query_selector(".cell.copies[data-name]") is None
+
+
+def test_the_numbers_of_each_rank(opened):
+    """Of an output that each rank has for its own samples; and that the ranks' weights were no longer the same."""
+    page = opened("copies")
+    page.tab.check('input[name="step"][value="2"]')
+    page.tab.click('.cell[aria-label^="forward/model.norm,"]')
+    said = page.text("#on-ranks")
+    assert (
+        "rank 1 alone; on ranks 0, 2 it is near enough; but weights of the ranks differ since step 1" in said
+    )
+    lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
+    assert lines[0] == "0\t0.2" and lines[1].startswith("1\t") and lines[1].endswith(" ✕")
+
+
+def test_where_no_tensor_is_too_far_a_failure_says_so(opened):
+    """Negative control: not where one is, and not of a PASS."""
+    page = opened("uncounted")
+    assert page.text(".finding h2") == "No tensor is too far" and page.tab.is_visible(".notes")
+    assert issue_of(page).startswith("# step 1: micro batches count 1 and 2. (a recorded run)")
+    for name in ("copies", "recording", "pass", "fail"):
+        assert "No tensor is too far" not in opened(name).text("header")
+
+
+def test_what_is_first_may_be_no_tensor(opened, files, tmp_path):
+    """Such as the norm of the gradient: then no tensor is open."""
+    page = comparison("FAIL")
+    page.views[1].first = (1, "gradient norm", "2 times the reference's")
+    (tmp_path / "report.html").write_text(html(page))
+    shown = opened(tmp_path / "report.html")
+    assert shown.text(".finding .tensor") == "gradient norm" and shown.said == []
+    assert "Choose a tensor" in shown.text("#tensor")
 
 
 def test_only_a_shard_that_is_wrong_has_a_red_frame(opened):
@@ -540,7 +647,9 @@ def test_the_keyboard_reaches_everything(opened):
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 1200), ("light", 400), ("dark", 400)])
-@pytest.mark.parametrize("name", ["fail", "hidden", "recording", "fed", "positions", "study"])
+@pytest.mark.parametrize(
+    "name", ["fail", "pass", "hidden", "recording", "copies", "uncounted", "fed", "positions", "study"]
+)
 def test_axe_finds_no_violation(opened, name, scheme, width):
     page = opened(name, scheme=scheme, width=width)
     assert violations(page) == []
@@ -579,6 +688,7 @@ def test_copy_as_issue(opened):
     page = opened("fail")
     text = issue_of(page)
     for wanted in (
+        "# gradient/model.layers.1.mlp.down_proj.weight is wrong in step 1, FSDP: shard: tiny-qwen2 in fp32",
         "**FAIL**: tiny-qwen2 in fp32",
         "Attach report.html",
         "### First wrong tensor: FSDP",
@@ -646,6 +756,21 @@ def test_the_summary_is_not_cut_off_on_a_narrow_screen(opened, width):
         assert box is None or box["x"] + box["width"] <= width
 
 
+def test_a_long_name_makes_no_page_wider(opened, tmp_path):
+    """In the sentence of a PASS and in the sentences of a recording. Negative control: words that may not be broken."""
+    page = comparison("PASS")
+    name = "parameter/model.layers.1.post_attention_layernorm.and.more.weight"
+    page.views[0].counts["from the batch"].worst = (1, name, 0.9, False)
+    page.lead, page.sentences = f"The gradient of {name} is wrong.", [f"{name} differs"]
+    (tmp_path / "report.html").write_text(html(page))
+    tab = opened(tmp_path / "report.html", width=400).tab
+    assert f"0.9 of what is tolerated: {name} in step 1" in tab.inner_text(".lead")
+    wide = "document.documentElement.scrollWidth"
+    assert tab.evaluate(wide) <= 400
+    tab.add_style_tag(content="* { overflow-wrap: normal !important }")
+    assert tab.evaluate(wide) > 400
+
+
 def test_a_contract_is_in_lines(opened):
     lines = opened("fail").tab.locator("#contracts .differs-row").all_inner_texts()
     assert lines == ["sharding: replicas\t2\thas none", "sharding: shards\thas none\t2, 4"]
@@ -663,8 +788,17 @@ def test_a_report_is_laid_over_another(opened, files):
     page.tab.wait_for_selector("#over table")
     said = page.text("#over")
     assert "The verdict was PASS and is FAIL." in said
+    assert f"First wrong tensor: was none, is {WRONG} in step 1, FSDP: shard." in said
     assert page.text("#over tbody tr:first-child code") == "gradient/model.layers.1.mlp.down_proj.weight"
     assert "versions: was torch 2.12.0, is torch 2.13.0" in said
+
+
+def test_a_report_of_other_tensors_is_laid_over(opened, files):
+    """What is in both is compared. FSDP has other tensors there."""
+    page = opened("pass")
+    page.tab.set_input_files("#other", files["fail"])
+    page.tab.wait_for_selector("#over table")
+    assert "The verdict was FAIL and is PASS." in page.text("#over")
 
 
 def test_a_file_that_is_no_report_is_refused(opened, tmp_path):
@@ -710,9 +844,19 @@ def test_of_many_runs_the_chosen_one_is_drawn(opened):
 
 
 def test_print_has_the_verdict_and_how_it_was_found_out(opened):
+    """On paper at once, on the screen after a key. Negative control: the map is on the screen alone."""
     page = opened("fail")
+
+    def shown():
+        return [page.tab.is_visible(one) for one in ("h1", "#how dd:last-child", "#model")]
+
+    assert shown() == [True, False, True]
     page.tab.emulate_media(media="print")
-    assert page.tab.is_visible("h1") and page.tab.is_visible("#how") and not page.tab.is_visible("#model")
+    assert shown() == [True, True, False]
+    page.tab.emulate_media(media="screen")
+    page.tab.focus("#how summary")
+    page.tab.keyboard.press("Enter")
+    assert shown() == [True, True, True] and "side by side under Contracts" in page.text("#how")
 
 
 def test_the_large_page_has_all_tensors(opened, files):
@@ -727,10 +871,11 @@ def test_the_large_page_has_all_tensors(opened, files):
 
 @pytest.mark.parametrize("scheme, width", [("light", 1200), ("dark", 400)])
 def test_a_listing_is_sorted_and_filtered(opened, tmp_path, scheme, width):
-    write_listing(
-        tmp_path / "report.html", "Faults", ["3 of 3"], ["fault", "strategy", "loss", "difference"], LISTING
-    )
+    heads = ["fault", "strategy", "loss", "difference"]
+    write_listing(tmp_path / "report.html", "Faults", ["3 of 3"], heads, LISTING, "FAIL")
     page = opened(tmp_path / "report.html", ready="#listing", scheme=scheme, width=width)
+
+    assert page.text("h1") == "FAIL Faults" and page.tab.title() == "FAIL: Faults"
 
     def firsts():
         return page.tab.locator("#listing tbody tr:visible td:first-child").all_inner_texts()

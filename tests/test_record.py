@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -276,7 +277,10 @@ def test_a_process_group_that_is_destroyed_before_the_last_step_is_written(tmp_p
     """The step is of as many ranks as the others."""
     (tmp_path / "train.py").write_text(DESTROYS)
     recorded_under_torchrun(tmp_path / "run", tmp_path / "train.py")
-    assert [[*step] for step in Recording(tmp_path / "run").steps] == [[0, 1], [0, 1]]
+    recording = Recording(tmp_path / "run")
+    assert [[*step] for step in recording.steps] == [[0, 1], [0, 1]]
+    started = r"python -m torch\.distributed\.run --nproc_per_node 2 --master_port \d+ -m lockstep\.record --output "
+    assert re.match(started, recording.origin.command)
     assert judge.main([str(tmp_path / "run")]) == 0
 
 

@@ -280,7 +280,9 @@ def _write_pages(
     ran = sorted((row for row in found if "windows" in row), key=lambda row: row["run"] != told.control)
     places = {row["run"]: f"losses/report.html#{row['run']}" for row in ran}
     listed = [(line, places.get(row["run"], "")) for line, row in zip(lines, found, strict=True)]
-    write_listing(place / "report.html", study.title, [study.about.strip(), tolerated, made], head, listed)
+    verdict = PASS if good(found) else FAIL
+    said = [study.about.strip(), tolerated, made]
+    write_listing(place / "report.html", study.title, said, head, listed, verdict)
     fewest = told.seeds
     means = [np.mean(row["windows"][:fewest], axis=0).tolist() for row in ran]
     twin = next(row for row in ran if row["run"] == told.twin)
@@ -297,7 +299,7 @@ def _write_pages(
     ]
     content = payload.Page(
         "verification",
-        PASS if good(found) else FAIL,
+        verdict,
         study.title,
         f"Mean losses of windows of {told.window} steps, over the first {fewest} seeds, beside those of {told.control}.",
         [tolerated],

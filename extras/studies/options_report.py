@@ -12,7 +12,7 @@ from lockstep.dumps import history
 from lockstep.ground.errors import LIBRARY_REFUSES, printable
 from lockstep.ground.files import write_text
 from lockstep.page.writing import write_listing
-from lockstep.verdict.loss_curves import PASS
+from lockstep.verdict.loss_curves import FAIL, PASS
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
 REFUSALS = (REFUSED_BY_US, REFUSED_BY_LIBRARY)
@@ -144,9 +144,9 @@ def write(
     write_text(place / "report.md", "\n".join(parts) + "\n")
     heads = ("run", "options", "outcome", "tensors / tolerated", "differs in", "why")
     said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
-    write_listing(
-        place / "report.html", study.title, said, heads, [(_cells(row), row["page"]) for row in rows]
-    )
+    verdict = PASS if good(rows) else FAIL
+    listed = [(_cells(row), row["page"]) for row in rows]
+    write_listing(place / "report.html", study.title, said, heads, listed, verdict)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -71,7 +71,9 @@ def write_losses(judged: Judged, study: Study, verdict: str, outcomes: dict[str,
         ("Lockstep", origin.commit()),
     ]
     losses = verification.losses_of(judged)
-    write_page(Page("verification", verdict, study.title, lead, [], found_out, views, losses=losses), folder)
+    page = Page("verification", verdict, study.title, lead, [], found_out, views, losses=losses)
+    page.command = origin.command()
+    write_page(page, folder)
 
 
 def prepare(run: Planned) -> None:
@@ -348,7 +350,7 @@ def write(
     parts += [f"| {' | '.join(line)} |" for line in lines]
     said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
     links = [(line, row["page"]) for line, row in zip(lines, found, strict=True)]
-    write_listing(place / "report.html", study.title, said, head, links)
+    write_listing(place / "report.html", study.title, said, head, links, PASS if good(found) else FAIL)
     if study.memory:
         parts += ["", MEMORY, *resources(found)]
     parts += ["", "| run | differs from the control in |", "|---|---|"]

@@ -47,7 +47,12 @@ def now() -> str:
 
 
 def command() -> str:
-    """The command line of this process, as typed in the folder of the programs, without what may be secret."""
+    """The command line of this process, or of torchrun that started it, as typed in the folder of the programs, without what may be secret."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError):  # a container may hide the parent
+            first, *typed = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[1:-1]
+            started = ["python", "-m"] if first == "-m" else [Path(first).name]
+            return printable(shlex.join([*started, *without_secrets(typed)]), LONGEST_COMMAND)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
     # Nobody typed the arguments of a worker of Ray, and the address of a cluster is among them.

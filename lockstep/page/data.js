@@ -64,12 +64,12 @@ const tables = page.tables.map((table) => {
     ...table,
     has: (name) => places.has(name),
     row(name) {
-      const batch = isBatch(name);
       const place = places.get(name);
       if (place === undefined) return null;
+      const batch = isBatch(name);
       const of = (column) => table.columns[column][place];
       return {
-        error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"), norm: of("norm"),
+        error: of("error"), tolerated: of("tolerated"), largest: of("largest"), toleratedLargest: of("tolerated_largest"),
         share: of("share") ?? Infinity, said: table.said[place]?.[0] ?? "", hidden: table.said[place]?.[1] ?? null,
         far: kinds.far.has(place), small: kinds.small.has(place), excused: kinds.excused.has(place),
         batch, where: table.where[place] ?? "", ranks: Object.entries(table.ranks[place] ?? {}), picture: table.pictures[place] ?? null,
@@ -100,6 +100,14 @@ function isAlone(view, step, tensor) {
 /** In which way the tensors of a table were computed. */
 function wayOfTable(table) {
   return page.kind === "recording" ? page.views[table.view].name : wayOf(table.alone);
+}
+
+const numberOf = new Map(page.names.map((name, number) => [name, number]));
+
+/** The numbers of the tensors of a table of which ranks have other copies. */
+function copiesOf(table) {
+  const found = table.alone ? [] : page.views[table.view].differing.filter(([step]) => step === table.step);
+  return new Set(found.map(([, name]) => numberOf.get(name)).filter(table.has));
 }
 
 const FOLLOW = new Set(["forward", "backward", "gradient", "numbers"]); // from what is wrong before them, unless they are wrong by themselves

@@ -5,9 +5,9 @@ const LISTED = 12; // tensors of a run that are named
 function issueText() {
   const lines = [`# ${issueTitle()}`, "", "Attach report.html: it has the map, the pictures and all numbers.", "", `**${page.verdict}**: ${page.title}`, "", ...(page.command ? ["```", page.command, "```"] : []), "", page.lead, "", ...issueVerdicts()];
   page.views.forEach((view, number) => {
-    if (!view.first || !isTold(number)) return;
+    if (!view.first) return;
     const [step, name, what] = view.first;
-    lines.push(`### First wrong tensor: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...issueNumbers(number, page.names.indexOf(name), step));
+    lines.push(`### First wrong tensor: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...issueNumbers(number, numberOf.get(name), step));
     if (page.kind === "recording") lines.push(`- step ${step}: ${rightText(tableOf(number, step))}`);
     else lines.push(...(view.causes.length ? view.causes.map(([cause, evidence]) => `- cause: ${cause}: ${evidence}`) : ["- cause: not explained"]));
     for (const [title, said] of [["observed", view.observed], ["ruled out", view.excluded]]) {
@@ -16,7 +16,7 @@ function issueText() {
     lines.push("");
   });
   const failed = [...page.views.keys()].filter((number) => page.views[number].first);
-  const wrong = (page.kind === "recording" ? failed.slice(0, 1) : failed).flatMap(issueLines);
+  const wrong = failed.flatMap(issueLines);
   if (wrong.length) lines.push("### Wrong by itself", "", "| run | step | tensor | what is wrong |", "|---|---|---|---|", ...wrong, "");
   if (page.sentences.length) lines.push("### Notes", "", ...page.sentences.map((one) => `- ${one}`), "");
   lines.push("### How this was found out", "", "Each tensor of the run against a float64 reference by one process from the same weights and batches (Lockstep).", "");
@@ -33,17 +33,12 @@ function issueVerdicts() {
   return lines.length ? ["| run | computed | wrong tensors | farthest, in times of what is tolerated |", "|---|---|---|---|", ...lines, ""] : [];
 }
 
-/** Both ways to judge a recording may find the same tensor first. */
-function isTold(number) {
-  const [other] = page.views;
-  return page.kind !== "recording" || number === 0 || !other.first || String(other.first.slice(0, 2)) !== String(page.views[number].first.slice(0, 2));
-}
-
 function issueTitle() {
   const number = page.views.findIndex((view) => view.first);
+  if (page.kind === "recording" && page.verdict !== "PASS") return `${page.lead.split("; ")[0].slice(0, 160)} (${page.title})`;
   if (number < 0) return `Lockstep: ${page.verdict}: ${page.title}`;
-  const [step, name] = page.views[number].first;
-  return `${name} is wrong in step ${step}${page.kind === "recording" ? "" : `, ${labelOf(number)}`}: ${page.title}`;
+  const { first: [step, name], causes: [cause] } = page.views[number];
+  return `${name} is wrong in step ${step}, ${labelOf(number)}${cause ? `: ${cause[0]}` : ""}: ${page.title}`;
 }
 
 /** The tensors of a run that are wrong by themselves in its first wrong step, and how many others are wrong. */
@@ -73,7 +68,8 @@ function issueNumbers(view, number, step) {
   const ranks = ranksText(view, step, number, row);
   const lines = [...(ranks ? [`- ranks: ${ranks}`] : []), ...(row.where && !row.borrowed ? [`- worst in: ${row.where}`] : [])];
   if (row.picture) {
-    lines.push(`- where: ${placeText(view, number, row)}`, "", "| index | run | reference |", "|---|---|---|");
+    if (row.far) lines.push(`- where: ${placeText(view, number, row)}`);
+    lines.push("", "| index | run | reference |", "|---|---|---|");
     lines.push(...row.picture.elements.slice(0, 4).map(([index, own, reference]) => `| [${index.join(", ")}] | ${digits(own)} | ${digits(reference)} |`), "");
   }
   return lines;

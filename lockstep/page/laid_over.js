@@ -20,6 +20,9 @@ async function layOver(parent, file) {
 function showChanges(parent, title, other) {
   const lines = [];
   if (other.verdict !== page.verdict) lines.push(`The verdict was ${other.verdict} and is ${page.verdict}.`);
+  const [before, now] = [other, page].map(firstsText);
+  if (before !== now) lines.push(`First wrong tensor: was ${before}, is ${now}.`);
+  if (other.lead !== page.lead) lines.push(`It was said: ${other.lead}`, `It is said: ${page.lead}`);
   const [was, is] = [other, page].map((one) => Object.fromEntries(one.found_out));
   for (const entry of Object.keys({ ...was, ...is })) {
     if (was[entry] !== is[entry]) lines.push(`${entry}: ${changed(was[entry] ?? "not said", is[entry] ?? "not said")}`);
@@ -37,6 +40,11 @@ function showChanges(parent, title, other) {
       el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
 }
 
+function firstsText({ views }) {
+  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...causes.map(([cause]) => cause)].join(": "));
+  return found.join("; ") || "none";
+}
+
 /** The tensors of both reports, by name, step, the label of their view, and how they were computed. */
 function compared(other) {
   const moved = [];
@@ -46,11 +54,10 @@ function compared(other) {
     const mine = tableOf(page.views.findIndex((view) => view.label === label), table.step, table.alone);
     if (!mine) continue;
     const run = table.alone ? `${label}, ${wayOf(true)}` : label;
-    const numbers = new Map(page.names.map((name, number) => [name, number]));
     const far = new Set(table.far);
     table.names.forEach((number, place) => {
       const name = other.names[number];
-      const row = mine.row(numbers.get(name));
+      const row = mine.row(numberOf.get(name));
       if (row === null) return;
       count += 1;
       const share = table.columns.share[place] ?? Infinity;

@@ -11,7 +11,7 @@ function lossesOf(state) {
   const own = names.indexOf(page.views[state.view]?.name);
   const kept = names.map((_, place) => place).filter((place) => names.length <= MOST || place === 0 || place === own);
   const of = (values) => kept.flatMap((place) => (values.length ? [page.losses.steps.map((_, step) => values[place][step] ?? null)] : []));
-  return { ...page.losses, labels: kept.map((place) => called[place]), loss: of(page.losses.loss), norm: of(page.losses.norm) };
+  return { ...page.losses, labels: kept.map((place) => called[place]), loss: of(page.losses.loss), norm: of(page.losses.norm), tolerated: page.losses.tolerated.some(Boolean) ? page.losses.tolerated : [] };
 }
 
 let drawn = null; // the view whose losses are shown
@@ -81,7 +81,7 @@ function lossTable(losses) {
     const value = run[place] ?? null;
     const apart = number && value !== null && losses.loss[0][place] !== null ? ` (${sci(Math.abs(value - losses.loss[0][place]))})` : "";
     return el("td", { class: "number" }, value === null ? "" : `${value.toFixed(9)}${apart}`);
-  }), ...(losses.tolerated.length ? [el("td", { class: "number" }, sci(losses.tolerated[place] ?? null))] : [])));
+  }), ...(losses.tolerated.length ? [el("td", { class: "number" }, losses.tolerated[place] ? sci(losses.tolerated[place]) : "")] : [])));
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Losses by step" }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: "number" }, one)))), el("tbody", {}, ...lines)));
 }

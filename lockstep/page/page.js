@@ -8,12 +8,12 @@ function begin() {
   const view = page.views[state.view];
   const near = view && !view.first ? worstOf(view) : null;
   const [step, name] = view?.first ?? near?.[1] ?? [];
-  const number = name === undefined ? -1 : page.names.indexOf(name);
+  const number = numberOf.get(name);
   state.step = step ?? stepsOf(state.view)[0];
-  state.tensor = number < 0 ? null : number;
+  state.tensor = number ?? null;
   state.alone = near ? page.kind === "verification" && near[0] === BY_ITSELF : isAlone(state.view, state.step, state.tensor);
   buildTools();
-  document.querySelectorAll(".finding").forEach((section) => sayWhere(section, Number(section.dataset.view)));
+  document.querySelectorAll(".finding[data-view]").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
   if (!page.tables.length) {
     document.getElementById("model").hidden = page.losses !== null;
@@ -39,19 +39,21 @@ const ALSO = 4; // further tensors that a finding names; more of them mostly fol
 /** In the finding of a view: where in its first wrong tensor the error lies, and what else is wrong in this step. */
 function sayWhere(section, view) {
   const [step, name] = page.views[view].first;
-  const number = page.names.indexOf(name);
+  const number = numberOf.get(name);
   const list = section.querySelector("dl");
   const pair = (title, ...said) => el("div", {}, el("dt", {}, title), el("dd", {}, ...said));
   const also = wrongByThemselves(view, step).map(([one]) => one).filter((one) => one !== name);
   if (also.length && also.length <= ALSO) list.append(pair("Also wrong", ...also.flatMap((one, place) => [place ? ", " : "", el("code", {}, one)])));
   const row = wrongRowOf(view, step, number);
   if (row === null) return;
-  const where = [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ");
+  const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
-  if (where) list.querySelectorAll("[data-title=Observed] dd").forEach((one) => /^\d+ of \d+ elements are wrong$/.test(one.textContent) && one.remove());
+  // What has been said already
+  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
+  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => told.some((said) => said.test(one.textContent)) && one.remove());
   list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
-  if (page.kind === "recording") list.append(pair(`Step ${step}`, rightText(tableOf(view, step))));
+  if (page.kind === "recording") list.append(pair(`In step ${step}`, rightText(tableOf(view, step))));
   section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
 }
 
@@ -77,14 +79,14 @@ function showPanel() {
   else scrollBy(0, Math.min(0, panel.getBoundingClientRect().top - parseFloat(getComputedStyle(panel).top)));
 }
 
-/** How many tensors of each kind are right in a table. */
+/** How many tensors of each kind are right in a table, and the same on all ranks. */
 function rightText(table) {
   const counts = new Map();
-  const far = new Set(table.far);
+  const [far, odd] = [new Set(table.far), copiesOf(table)];
   table.names.forEach((name, place) => {
     const title = KINDS[kindOf(page.names[name])] ?? kindOf(page.names[name]);
     const [right, all] = counts.get(title) ?? [0, 0];
-    counts.set(title, [right + (far.has(place) ? 0 : 1), all + 1]);
+    counts.set(title, [right + (far.has(place) || odd.has(name) ? 0 : 1), all + 1]);
   });
   return [...counts].map(([title, [right, all]]) => `${title}: ${right === all ? `all ${all}` : `${right} of ${all}`} right`).join("; ");
 }
@@ -108,14 +110,16 @@ function tableText(table, way) {
   const parts = [page.kind === "verification" ? labelOf(state.view) : "", `step ${state.step}`, way].filter(Boolean).join(", ");
   if (table === null) return `${parts}: nothing was judged.`;
   const judged = table.names.length - table.small.length - table.excused.length;
-  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} wrong.`;
+  const odd = copiesOf(table).size;
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} wrong${odd ? `; ${odd} ${odd === 1 ? "is" : "are"} not the same on all ranks` : ""}.`;
 }
 
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
   const row = rowOf(state.view, state.step, name, state.alone);
   const errors = row === null || row.batch || state.alone ? "" : `; error ${errorText(row)}`;
-  const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row)}${errors}`;
+  const copies = row !== null && !state.alone && oddOf(state.view, state.step, page.names[name]).size ? "; not the same on all ranks" : "";
+  const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row)}${errors}${copies}`;
   document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
 }
 
@@ -142,9 +146,9 @@ function choice(title, key, items) {
 
 /** Marks what is chosen, and what has failures: a run in any way, a way in any step of the chosen run, a step of both. */
 function paintChoices() {
-  const wrong = (holds) => tables.some((table) => table.far.length && holds(table));
+  const wrong = (holds) => tables.some((table) => (table.far.length || copiesOf(table).size) && holds(table));
   const bad = {
-    view: (view) => page.views[view].first !== null,
+    view: (view) => page.views[view].first !== null || (page.kind === "recording" && wrong((table) => table.view === view)),
     alone: (alone) => wrong((table) => table.view === state.view && table.alone === alone),
     step: (step) => wrong((table) => table.view === state.view && table.alone === state.alone && table.step === step),
   };
@@ -167,4 +171,5 @@ function buildTools() {
 }
 
 begin();
+addEventListener("beforeprint", () => document.getElementById("how").open = true);
 addEventListener("hashchange", () => location.reload());

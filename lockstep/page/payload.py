@@ -14,10 +14,10 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 6
+FORMAT = 7
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
-COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2, "norm": 4}
+COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2}
 # Entries of a configuration that say which heads an attention has
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 # To compute a step: what they are called, and what that is
@@ -70,7 +70,7 @@ class View:
 
 @dataclass
 class Table:
-    """The tensors of one view in one step, in order of execution, by column; errors are relative, `norm` is the run's own."""
+    """The tensors of one view in one step, in order of execution, by column; errors are relative."""
 
     view: int
     step: int
@@ -82,7 +82,9 @@ class Table:
     alone: bool  # of modules by themselves in a comparison: it has shares, and what is wrong in words
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
-    ranks: dict[int, dict[int, bool]] = field(default_factory=dict)  # of one that is too far, where it is so
+    ranks: dict[int, dict[int, float | None]] = field(
+        default_factory=dict
+    )  # the share of each, of one that is too far
     # Of the first, what is wrong by itself, or by which factor; and, where nothing but the factor shows it, the part that has it, () for all of it
     said: dict[int, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
@@ -162,15 +164,14 @@ class Page:
                 relative(row.tolerated, distance.norm),
                 distance.relative_largest,
                 relative(row.tolerated_largest, distance.largest),
-                distance.own_norm,
             )
             shown = numbers[:1] if alone else numbers
             for (column, digits), value in zip(COLUMNS.items(), shown, strict=False):
                 table.columns[column].append(short(value, digits))
             if row.where:
                 table.where[place] = row.where
-            if any(row.ranks.values()):
-                table.ranks[place] = row.ranks
+            if not all(one <= 1 for one in row.ranks.values()):
+                table.ranks[place] = {rank: short(one, 3) for rank, one in row.ranks.items()}
             if len(table.said) < SAID and (row.factor or row.distance.unequal or (alone and row.too_far)):
                 table.said[place] = (briefly(row), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):

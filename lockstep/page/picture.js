@@ -23,55 +23,81 @@ function placeText(view, name, row) {
     const text = placesText(names[dim], found, count, `of ${size}`);
     return found === null ? [] : [head ? `${head} (${text})` : text];
   });
-  const place = said.length ? said.join(", ") : "in every part of it";
+  const place = said.join(", ");
   if (hidden) return `The factor is in ${said.length ? place : "all of it"}. Each element by itself is within rounding errors; only together do they show the factor.`;
-  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are off by more than is tolerated of one";
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}: ${place}.`;
+  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are farther off than one element may be";
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}${said.length ? `: ${place}` : ", in every part of it"}.`;
 }
 
 /** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
 function ranksText(view, step, name, row) {
   const odd = oddOf(view, step, page.names[name]);
+  const far = row.far ? farText(view, step, name, row) : "";
+  if (!odd.size) return far;
+  const others = [...odd.keys()];
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
-  const copies = odd.size ? `${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"}${counts.length ? `, in ${counts.join(", ")} elements` : ""}` : "";
-  return [row.far ? farText(view, name, row, odd.size > 0) : odd.size ? "the copy that was judged is right" : "", copies].filter(Boolean).join("; ");
+  const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
+  const also = others.length === 1 ? "has another copy" : "have other copies";
+  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged and may be right or wrong`;
+  const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
+  if (page.kind === "recording") return `no rank alone: ${ranksAt(view, others)} ${also} than ${listed(same)}${where}, and no copy is known to be right`;
+  return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
 }
 
-function farText(view, name, row, differs) {
+/** The ranks that hold what was judged: those whose copies are not others. */
+function judgedOn(view, odd, held) {
+  const ranks = held.length ? held.flatMap((one) => one.ranks) : [...page.views[view].ranks.keys()];
+  return ranks.filter((rank) => !odd.has(rank)).sort((one, two) => one - two);
+}
+
+function farText(view, step, name, row) {
   const held = heldOf(view, name, row.picture);
   const slices = slicesOf(row);
-  if (row.ranks.length && !(held.length > 1 && slices)) {
-    const [far, right] = [true, false].map((wrong) => row.ranks.filter(([, one]) => one === wrong).map(([rank]) => Number(rank)));
-    const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
-    if (right.length) return `${whose(far)} alone; on ${whose(right)} it is near enough`;
-    return far.length === 1 ? `${whose(far)}, the only one that was judged` : `all alike: it is wrong on ${whose(far)}`;
-  }
+  if (row.ranks.length && !(held.length > 1 && slices)) return alikeText(view, step, row);
   const all = page.views[view].ranks.length;
+  const odd = oddOf(view, step, page.names[name]);
   if (held.length === 1) {
     const { ranks } = held[0];
-    if (differs) return "the copy that was judged is wrong";
+    if (odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}`;
     if (all === 1) return "";
-    return ranks.length === all ? "all alike: each has the same copy of it" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
+    return ranks.length === all ? "no rank alone: each has the same wrong copy" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
   }
   if (!held.length || !slices) return "";
   const hit = holders(held, slices, row);
-  if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "all alike: the factor is in each of their shards";
+  if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "no rank alone: the factor is in each of their shards";
   const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
   const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
-  if (!hit.length && differs) return "all have wrong elements";
-  if (!hit.length) return square ? `all have wrong elements; ${square} is in ${shardsOf(view, [most[1]])}` : "all alike: each has wrong elements in its shard";
+  if (!hit.length && odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}`;
+  if (!hit.length) return `no rank alone: each has wrong elements in its shard${square ? `; ${square} is in ${shardsOf(view, [most[1]])}` : ""}`;
   return `${shardsOf(view, hit)} alone${!square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`}`;
+}
+
+const isFar = ([, share]) => share === null || share > 1;
+
+/** Of a tensor that each rank has for its own samples: where it is wrong. */
+function alikeText(view, step, row) {
+  const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
+  const ranksOf = (shares) => shares.map(([rank]) => Number(rank));
+  const [far, right] = [row.ranks.filter(isFar), row.ranks.filter((one) => !isFar(one))];
+  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `no rank alone: wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
+  const before = page.kind === "recording" ? page.views[view].differing.find(([at, name]) => at < step && kindOf(name) === "update") : null;
+  const why = before ? `; but weights of the ranks differ since step ${before[0]}, and the reference has those of rank 0` : "";
+  return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${why}`;
 }
 
 const MOSTLY = 0.9; // of the squared error, in one shard
 
-/** "rank 1's shard (dp 0, tp 1)": with the coordinates that all of the ranks have. */
-function shardsOf(view, held) {
-  const ranks = held.flatMap((one) => one.ranks).sort((one, two) => one - two);
+/** "ranks 1, 3 (tp 1)": with the coordinates that all of them have. */
+function ranksAt(view, ranks, text = listed(ranks)) {
   const places = ranks.map((rank) => page.views[view].ranks[rank]);
   const same = Object.keys(places[0]).filter((axis) => axis !== "rank" && places.every((place) => place[axis] === places[0][axis]));
-  const where = same.length ? ` (${same.map((axis) => `${axis} ${places[0][axis]}`).join(", ")})` : "";
-  return (ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the ${plural("shard", held.length)} of ${listed(ranks)}`) + where;
+  return text + (same.length ? ` (${same.map((axis) => `${axis} ${places[0][axis]}`).join(", ")})` : "");
+}
+
+/** "rank 1's shard (dp 0, tp 1)" */
+function shardsOf(view, held) {
+  const ranks = held.flatMap((one) => one.ranks).sort((one, two) => one - two);
+  return ranksAt(view, ranks, ranks.length === 1 ? `rank ${ranks[0]}'s shard` : `the ${plural("shard", held.length)} of ${listed(ranks)}`);
 }
 
 function percent(share) {

@@ -16,21 +16,37 @@ function showRanks(parent, state) {
   const shape = shapeOf(held);
   const axes = Object.keys(view.ranks[0]);
   const wide = axes.length ? Math.max(...view.ranks.map((place) => place[axes.at(-1)])) + 1 : 1;
+  const row = name === null ? null : withPicture(state.view, state.step, state.tensor, state.alone);
+  const wrong = wrongRanks(state, row, held, odd);
+  const judged = row?.ranks.length && held.length < 2 && !row.where.includes("DP rank") ? row.ranks.map(([rank]) => Number(rank)) : [...view.ranks.keys()];
   const cards = view.ranks.map((place, rank) => {
     const own = held.find(({ ranks }) => ranks.includes(rank));
     const coordinates = axes.filter((axis) => axis !== "rank").map((axis) => `${axis} ${place[axis]}`).join(", ");
-    return el("div", { class: `rank ${odd.has(rank) ? "differs" : ""}` },
+    return el("div", { class: `rank ${odd.has(rank) ? "differs" : ""}${wrong.has(rank) ? "wrong" : ""}` },
       el("b", {}, `rank ${rank}`), coordinates ? el("span", { class: "quiet" }, `${coordinates} `) : null,
       own ? el("span", {}, heldText(name, shape, own.boxes)) : null,
-      odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null);
+      odd.has(rank) ? el("em", {}, " differs from the other ranks that hold it") : null,
+      wrong.has(rank) ? el("em", {}, " ✕ wrong here") : null,
+      judged.includes(rank) ? null : el("span", { class: "quiet" }, "not judged"));
   });
   const grid = el("div", { class: "mesh" }, ...cards);
   grid.style.gridTemplateColumns = `repeat(${Math.min(wide, 8)}, minmax(0, 1fr))`;
   const other = view.differing.filter(([step]) => step === state.step);
   parent.replaceChildren(el("h2", { id: "ranks-title" }, `Ranks of ${page.kind === "verification" ? view.label : "the run"}`),
     el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
-    grid,
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The mesh" }, grid),
     other.length ? el("p", {}, `In step ${state.step}, ${other.length} tensors are not the same on all ranks that hold them; the first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
+}
+
+/** The ranks on which the open tensor is wrong, as far as that is known; what differs from the judged copy was not judged. */
+function wrongRanks(state, row, held, odd) {
+  if (!row?.far) return new Set();
+  const slices = slicesOf(row);
+  const each = row.ranks.length && !(held.length > 1 && slices);
+  if (each && row.where.includes("DP rank")) return new Set();
+  const parts = held.length === 1 || (slices && heldOf(state.view, state.tensor, row.picture).length) ? held : [];
+  const hit = each ? row.ranks.filter(isFar).map(([rank]) => Number(rank)) : parts.flatMap(({ ranks, boxes }) => (held.length === 1 || isWrong(boxes, slices, row) ? ranks : []));
+  return new Set(hit.filter((rank) => !odd.has(rank)));
 }
 
 function shapeOf(held) {
@@ -51,7 +67,8 @@ function onRanks(state, row) {
   const odd = oddOf(state.view, state.step, name);
   const said = row && ranksText(state.view, state.step, state.tensor, row);
   const head = [el("h3", {}, "On the ranks"), ...(said ? [el("p", { class: "where" }, `${said}.`)] : [])];
-  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head)] : [];
+  const each = row?.ranks.length > 1 && held.length < 2 ? [sharesOf(row)] : [];
+  if (held.length < 2 && !odd.size) return said ? [el("section", { id: "on-ranks" }, ...head, ...each)] : [];
   const shape = shapeOf(held);
   // Ranks that differ from others with the same part have lines of their own.
   const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
@@ -82,8 +99,20 @@ function onRanks(state, row) {
   const table = (lines) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
     el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
   const rest = body.slice(SHOWN);
-  return [el("section", { id: "on-ranks" }, ...head, table(body.slice(0, SHOWN)),
+  return [el("section", { id: "on-ranks" }, ...head, ...each, table(body.slice(0, SHOWN)),
     rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest)) : null)];
+}
+
+/** Of a tensor that each rank has for its own samples: how far it is off there. */
+function sharesOf(row) {
+  const title = row.where.includes("DP rank") ? "DP rank" : "rank";
+  const line = (one) => el("tr", { class: isFar(one) ? "differs-row" : "" },
+    el("td", {}, one[0]), el("td", { class: "number" }, shared({ share: one[1] ?? Infinity, far: isFar(one) })));
+  const table = (ranks, label) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, title), el("th", { scope: "col", class: "number" }, "of tolerated, in its worst micro batch"))), el("tbody", {}, ...ranks.map(line))));
+  const rest = row.ranks.slice(SHOWN);
+  return el("div", {}, table(row.ranks.slice(0, SHOWN), "How far it is off on each rank"),
+    rest.length ? el("details", {}, el("summary", {}, `${rest.length} more`), table(rest, "How far it is off on further ranks")) : null);
 }
 
 function showContracts(parent) {

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground import origin
-from lockstep.page.payload import HEADS, WAYS, Page, Placed, View
+from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.judgement import MULTIPLE
@@ -17,6 +17,8 @@ from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}
+# How names begin, in the order of a step; what optimizers compute, and norms, come last.
+ORDER = ("forward/", "loss", "backward/", "gradient/")
 
 
 def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> None:
@@ -40,23 +42,42 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
-    for way, rows_of in zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True):
-        rows = [row for step in steps for row in rows_of(step)]
-        if rows:
-            far = [row for row in rows if row.too_far]
-            view = View(
-                way,
-                way,
-                "FAIL" if far else "PASS",
-                first=(far[0].step, far[0].name, briefly(far[0])) if far else None,
-                ranks=ranks,
-                differing=differing,
-            )
-            for step in steps:
-                about = recording.steps[step.step - 1].values()
-                placed = {row.name: _places(about, row.name) for row in rows_of(step)}
-                page.add(view, step.step, rows_of(step), placed)
+    judged = dict(zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True))
+    wrong = [
+        (row.step, row.name, briefly(row), way)
+        for way, rows_of in judged.items()
+        for step in steps
+        for row in rows_of(step)
+        if row.too_far
+    ]
+    wrong += [
+        (step, name, "not the same on all ranks that hold it", FROM_BATCH) for step, name, *_ in differing
+    ]
+    first = min(wrong, key=_when, default=None)
+    for way, rows_of in judged.items():
+        if not any(map(rows_of, steps)):
+            continue
+        view = View(
+            way,
+            way,
+            "FAIL" if any(one[-1] == way for one in wrong) else "PASS",
+            ranks=ranks,
+            differing=differing,
+        )
+        view.first = first[:3] if first and first[-1] == way else None
+        if way == FROM_BATCH and differing:
+            view.further = f"{len(differing)} not the same on all ranks"
+        for step in steps:
+            about = recording.steps[step.step - 1].values()
+            placed = {row.name: _places(about, row.name) for row in rows_of(step)}
+            page.add(view, step.step, rows_of(step), placed)
     write_page(page, recording.folder)
+
+
+def _when(wrong: tuple[int, str, str, str]) -> tuple[int, int]:
+    """When a tensor is computed: in which step, and in which part of it."""
+    step, name, *_ = wrong
+    return step, next((at for at, one in enumerate(ORDER) if name.startswith(one)), len(ORDER))
 
 
 def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, str]]:
@@ -76,6 +97,8 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ("seed", made.seed),
     )
     mesh = "; ".join(", ".join(map(str, group)) for group in sorted(groups))
+    held = [places for name, places in first.places.items() if name.startswith("weight/")]
+    cut = sum(any(part.shape != whole.full for part in parts) for whole, *parts in held)
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
         ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
@@ -85,6 +108,7 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ),
         *((what, said or "not recorded") for what, said in how),
         ("mesh", f"{first.world_size} ranks; groups of ranks: {mesh or 'none'}"),
+        ("sharding", f"{cut} of {len(held)} weights are cut between ranks"),
         ("precision", ", ".join(dict.fromkeys(precision)).replace("torch.", "")),
         ("optimizer", ", ".join(kinds)),
         ("reference", "the recorded model in float64, computed by one process on the recorded micro batches"),

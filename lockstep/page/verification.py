@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
@@ -89,7 +90,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
     further: dict[str, list[str]] = {}
     for step, _, tensor, _ in run.failures:
         if (step, tensor) not in far:
-            what = "not the same on all ranks" if (step, tensor) in copies else "also wrong"
+            what = "near enough, but not the same on all ranks" if (step, tensor) in copies else "also wrong"
             further.setdefault(what, []).append(f"{tensor} in step {step}")
     return View(
         name,
@@ -111,14 +112,19 @@ def _view(result: Result, name: str, run: Findings) -> View:
 
 
 def _losses(result: Result) -> Losses:
-    """The losses of the captured steps."""
+    """The losses of the captured steps; what is tolerated of the mean over ranks follows from what is of each."""
     runs = [(name, run.dump.steps.items()) for name, run in result.runs.items()]
-    return _curves(
+    found = _curves(
         {
             name: (result.label(name), [step for number, step in steps if number != "0"])
             for name, steps in runs
         }
     )
+    for step in found.steps:
+        of = [one for one in result.losses if one.step == step]
+        alike = of and not any(any(one.moved.values()) for one in of)
+        found.tolerated.append(short(fmean(one.tolerated for one in of)) if alike else None)
+    return found
 
 
 def losses_of(judged: Judged) -> Losses:

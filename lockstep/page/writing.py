@@ -52,10 +52,11 @@ def write_listing(
     said: Sequence[str],
     heads: Sequence[str],
     lines: Sequence[tuple[Sequence[str], str]],
+    verdict: str = "",
 ) -> None:
     """Write a table of runs to sort and to filter: of each, its cells, and what the first one links to; "" if to nothing."""
-    text = _rendered("listing.html.jinja", ("listing.js",), title=title, said=said, heads=heads, lines=lines)
-    write_result(path, text)
+    given = {"title": title, "said": said, "heads": heads, "lines": lines, "verdict": verdict}
+    write_result(path, _rendered("listing.html.jinja", ("listing.js",), **given))
 
 
 def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:

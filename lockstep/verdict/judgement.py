@@ -66,7 +66,7 @@ class Judgement:
     tolerated: float  # of the 2-norm of the error
     tolerated_largest: float  # of the largest error of one element
     where: str = ""  # of a recorded run's module: the micro batch and the rank that it was worst for
-    ranks: dict[int, bool] = field(default_factory=dict)  # of the same: whether it is too far there
+    ranks: dict[int, float] = field(default_factory=dict)  # of the same: `multiple` there
     picture: Picture | None = field(default=None, compare=False)
     factor: Factor | None = None  # that its distance hides
 

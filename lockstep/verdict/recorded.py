@@ -335,7 +335,8 @@ class _Step:
         first = next((row for row in modules.rows.values() if row.too_far), None)
         if first is not None and first.which_pass == "forward":
             why = self.of_ranks.unlike(
-                first.name.removeprefix("forward/"), [rank for rank, far in first.ranks.items() if far]
+                first.name.removeprefix("forward/"),
+                [rank for rank, one in first.ranks.items() if not one <= 1],
             )
             if not why and self.verdict.pieces == 1 and self.verdict.step == 1:
                 why = recorded_pieces.explain(exact, self.micro, first.name.replace("/", "/0/", 1))

@@ -37,7 +37,9 @@ class Modules:
         self.verdict, self.precision, self.factors = verdict, precision, factors
         self.scaled, self.whose = scaled, whose
         self.rows: dict[str, Judgement] = {}
-        self.ranks: dict[str, dict[int, bool]] = {}  # those that have a row, and whether it is too far there
+        self.ranks: dict[
+            str, dict[int, float]
+        ] = {}  # those that have a row, and the largest `multiple` there
         self.chosen: list[Chosen] = []
         self.left_out: set[str] = set()
         # By how much more than recorded the gradients are scaled, for each micro batch and rank
@@ -104,7 +106,7 @@ class Modules:
         for row in rows:
             name = f"{row.kind}/{module_of(row.name)}"
             ranks = self.ranks.setdefault(name, {})
-            ranks[rank] = row.too_far or ranks.get(rank, False)
+            ranks[rank] = max(row.multiple, ranks.get(rank, 0.0))
             if name not in self.rows or row.multiple > self.rows[name].multiple:
                 where = f"micro batch {number}, {self.whose} {rank}"
                 self.rows[name] = replace(row, name=name, where=where, ranks=ranks)
