@@ -104,10 +104,8 @@ class Weighed:
             if is_mean:
                 others = " of " + and_more(self._near(fitted.rest))
                 verdict.wrong.append(self._of_factor(named.weighting, known, others))
-            verdict.named, verdict.factor, self.of_some = Named(of_some, 1.0, 0.0), 1.0, True
-            known = of_some.weights * divisors
-            self.nominal = self._nominal(known, known, 1.0)
-            return torch.cat([known, torch.zeros_like(of_terms)])
+            verdict.factor = 1.0
+            return of_some
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not is_mean:
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
@@ -132,13 +130,16 @@ class Weighed:
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return torch.cat([known * named.factor, of_terms])
 
-    def _mean_of_some(self, candidates: list[Weighting]) -> Weighting | None:
-        """A known mean that some gradients are of: what is wrong is then wrong with the others alone."""
+    def _mean_of_some(self, candidates: list[Weighting]) -> torch.Tensor | None:
+        """The weights of the losses in a known mean that some gradients are of: what is wrong is then wrong with the others alone."""
         terms = torch.zeros(sum(len(one.terms) for one in self.exact), dtype=torch.float64)
         for candidate in candidates:
-            rest = self.made_of(torch.cat([candidate.weights * self.divisors, terms])).rest()
+            known = candidate.weights * self.divisors
+            rest = self.made_of(torch.cat([known, terms])).rest()
             if len(self._near(rest)) > SOME * len(rest):
-                return candidate
+                self.verdict.named, self.of_some = Named(candidate, 1.0, 0.0), True
+                self.nominal = self._nominal(known, known, 1.0)
+                return torch.cat([known, terms])
         return None
 
     def _near(self, rest: dict[str, float]) -> list[str]:
