@@ -1031,9 +1031,66 @@ class SharedOutNotSent(SharedOut):
         dist.broadcast(next(self.net.parameters()).data, 0)
 
 
+class SharedOutNotReduced(SharedOut):
+    """DDP is gone, and what is reduced by hand leaves the vectors out: most of the parameters."""
+
+    def wrap(self, net):
+        return net
+
+    def reduce(self):
+        for one in self.net.parameters():
+            if one.ndim > 1:
+                dist.all_reduce(one.grad)
+                one.grad /= self.world
+
+
 class ClippedInBackward(InBackward):
     def clip(self):
         clip_grad_norm_(self.net.parameters(), 0.01)
+
+
+class VectorsHalved(Own):
+    """More than half of the gradients are wrong, and by one factor."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+    def reduce(self):
+        for one in self.net.parameters():
+            if one.ndim == 1:
+                one.grad /= self.world
+
+
+class NormsTooSmall(VectorsHalved):
+    """A factor that makes all others look too large, in two of six."""
+
+    def reduce(self):
+        for one in self.net[1].parameters():
+            one.grad *= 0.02
+
+
+class OneNotZeroed(VectorsHalved):
+    """Of two optimizers, one alone sets its gradients to zero."""
+
+    def make_optimizer(self):
+        self.other = torch.optim.SGD(self.net[3].parameters(), lr=0.1)
+        return torch.optim.SGD([*self.net[0].parameters(), *self.net[1].parameters()], lr=0.1)
+
+    def reduce(self):
+        self.other.step()
+
+
+class OwnShardsClipped(OnShards):
+    """By hand, each rank by the norm of what it has."""
+
+    def clip(self):
+        local = [one.grad.to_local() for one in self.net.parameters()]
+        norm = torch.nn.utils.get_total_norm(local)
+        for one in local:
+            one *= 0.1 / norm
 
 
 class Reordered(ChannelsLast):
@@ -1177,6 +1234,13 @@ class LabelledTwice(Labelled):
 class LabelledAllPositions(Labelled):
     def tokens(self, window):
         return self.world * sum(labels.numel() for _, labels in window)
+
+
+class LabelledByTheMost(Labelled):
+    def tokens(self, window):
+        count = torch.tensor(sum(int((labels != IGNORED).sum()) for _, labels in window))
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return int(count) * self.world
 
 
 class Distilled(MicroMeans):
@@ -1401,6 +1465,8 @@ class WithoutBias(nn.Module):
 class Copies(Own):
     """Float32 copies of bfloat16 weights are updated, and copied back."""
 
+    kept = False  # the gradients of the weights
+
     def made(self):
         return Heads().bfloat16()
 
@@ -1412,13 +1478,20 @@ class Copies(Own):
         self.copies = [one.detach().float().requires_grad_() for one in self.net.parameters()]
         return torch.optim.AdamW(self.copies, lr=1e-2)
 
+    def zero(self):
+        self.net.zero_grad()
+
     def update(self):
         for copy, one in zip(self.copies, self.net.parameters(), strict=True):
-            copy.grad, one.grad = one.grad.float(), None
+            copy.grad, one.grad = one.grad.float(), one.grad if self.kept else None
         super().update()
         with torch.no_grad():
             for copy, one in zip(self.copies, self.net.parameters(), strict=True):
                 one.copy_(copy)
+
+
+class CopiesWithGradients(Copies):
+    kept = True
 
 
 class LossFails(HeadTimesWorld):
@@ -1607,6 +1680,13 @@ class Words(Own):
 
 class PaddingCounts(Words):
     trained = "all"
+
+
+class DividedByTheMask(Words):
+    """The first token of a row is in the mask, and nothing gives it."""
+
+    def own_loss(self, given):
+        return super().own_loss(given) * given[1][:, 1:].sum() / given[1].sum()
 
 
 class Documents(Words):

@@ -218,6 +218,37 @@ def test_what_a_script_computes_with_is_what_it_had(tmp_path, capsys):
     assert "ends the program" in capsys.readouterr().err
 
 
+SENT = """
+import torch
+SIZE = 3
+class Scaled(torch.nn.Linear):
+    def forward(self, values):
+        return SIZE * super().forward(values)
+def inside():
+    class Hidden(Scaled):
+        def forward(self, values):
+            return values
+    return Hidden(4, 4)
+"""
+
+
+def test_a_class_that_was_sent_to_another_process(tmp_path):
+    """As Ray sends what a script defines to its workers: functions come with the names of the script that they read."""
+    path = tmp_path / "train.py"
+    path.write_text(SENT)
+    names = {"__name__": "__main__", "__file__": str(path)}
+    exec(compile(SENT, path, "exec"), names)
+    net = names["Scaled"](4, 4)
+    about, tensors = tree.describe(net)
+    assert about["class"] == f"{path}:Scaled"
+    assert about["scripts"] == {str(path): {"package": None, "values": {"SIZE": 3}}}
+    again = tree.build(about, tensors)
+    tree.give(again, {key: value.detach() for key, value in net.named_parameters()})
+    assert torch.equal(again(torch.eye(4)), net(torch.eye(4)))
+    with pytest.raises(UserError, match="no file has this class by its name"):
+        tree.describe(names["inside"]())
+
+
 def test_a_class_of_a_notebook_has_no_file(tmp_path):
     loop = """
 import torch, lockstep
@@ -404,6 +435,18 @@ for _ in range(3):
 """
 
 
+# The optimizer that steps was made of a new model.
+ANOTHER = """
+import torch
+net = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+stepping = torch.optim.SGD(torch.nn.Linear(4, 3).parameters(), lr=0.1)
+for _ in range(3):
+    net(torch.randn(8, 4)).square().mean().backward()
+    stepping.step()
+"""
+
+
 COMMUNICATES = """
 import torch, torch.distributed as dist
 class Own(torch.nn.Linear):
@@ -431,6 +474,11 @@ if __name__ == "__main__":
             SCALED.format(steps=1),
             2,
             "lockstep.record: no step was recorded: no optimizer made one, or a GradScaler",
+        ),
+        (
+            ANOTHER,
+            2,
+            "lockstep.record: no step was recorded: the optimizers that stepped hold none of the recorded",
         ),
         (PART, 0, "whole run: 3 steps, 24 samples"),
         (UNCOPIED, 0, "the recording ended in step 2 on rank 0"),

@@ -42,6 +42,8 @@ RIGHT = {
     **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents", "Bfloat16Clipped"), NOT_SEEN),
     **dict.fromkeys(("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput"), NOT_JUDGED),
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
+    "CopiesWithGradients": f"{NOT_JUDGED}; the update is not judged: the optimizer holds none of the weights, which are then given other values, "
+    "as those of copies",
     "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
     "Denoised": "",
@@ -103,6 +105,14 @@ WRONG = {
     "CodebookApart": "step 2: codes of ranks 0 and 1 differ, so they compute otherwise: first in ",
     "PaddingCounts": "step 1: 6 of 28 tokens that count are padding, which mask leaves out (in micro batch 0 of rank 0)",
     "DocumentsMixed": "step 1: documents that are packed in a row see each other: logits behind position 4, where documents change, depend on",
+    "VectorsHalved": "step 1: the gradient of 0.bias and 3 more is 0.5 times that of the mean over all tokens of the global batch, "
+    "which is 1 / the world size",
+    "NormsTooSmall": "step 1: 2 of 6 gradients are too far from the reference, most of all 1.",
+    "OneNotZeroed": "step 2: the gradient of 3.weight and 3.bias has 1 times that of step 1 in it: it was not set to zero",
+    "SharedOutNotReduced": "step 1: 3 of 6 gradients are too far from the reference, most of all ",
+    "OwnShardsClipped": "step 1: shards of the gradient have a norm of 0.1 on each rank, so each was clipped by the norm of its own",
+    "LabelledByTheMost": "step 1: the gradient is 0.92105",
+    "DividedByTheMask": "step 1: the gradient is 0.82608",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
@@ -136,6 +146,14 @@ def test_right_loops_pass(judged, name):
 def test_bugs_are_said(judged, name):
     status, lines = said(judged / name)
     assert status == 1 and lines[-1].startswith(f"FAIL: {WRONG[name]}"), lines
+
+
+def test_counts_of_tokens_are_known(judged):
+    of_all = "which is the tokens of the global batch / "
+    by_rank = "(the tokens of the first rank x the ranks or the tokens of the rank with the most x the ranks)"
+    assert of_all + by_rank in said(judged / "LabelledByTheMost")[1][-1]
+    assert of_all + "the tokens of the mask" in said(judged / "DividedByTheMask")[1][-1]
+    assert "tokens of the mask" not in said(judged / "LabelledByTheMost")[1][-1]
 
 
 def test_what_did_not_move_is_named(judged):

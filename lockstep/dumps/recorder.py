@@ -157,7 +157,9 @@ class Recorder:
         if self.optimizers:
             self._write()
         if self.step == 1 and self.removing and not self.given_up:
-            said = "no step was recorded: no optimizer made one, or a GradScaler skipped all of them"
+            others = any(self.of_others.values())
+            said = "the optimizers that stepped hold none of the recorded model's parameters" * others
+            said = f"no step was recorded: {said or 'no optimizer made one, or a GradScaler skipped all of them'}"
             print(f"lockstep.record: {said} (rank {self.rank})", file=sys.stderr, flush=True)
         self._remove_hooks()
         self.calls.remove()

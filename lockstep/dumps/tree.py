@@ -106,6 +106,7 @@ class Describing:
         # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
         own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
         files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
+        self.kind = class_of(model)
         self.packages = PACKAGES | {package_of(file) for file in files}
         self.tensors: dict[int, str] = {}
         for names in (model.named_parameters, model.named_buffers):
@@ -165,22 +166,22 @@ class Describing:
 
     def scripts(self) -> TREE:
         """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
-        main = sys.modules["__main__"]
         kinds = (torch.nn.Module, torch.optim.Optimizer)
+        main = _globals(self.kind)
         own = {
-            name
-            for name, one in vars(main).items()
+            one.__name__
+            for one in (self.kind, *main.values())
             if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
         }
-        path = script_that_runs()
+        path = script_of(main)
         if not own or not path.is_file():
             return {}
         values: TREE = {}
 
         def has_value(name: str) -> bool:
-            if name.startswith("__") or name not in vars(main):
+            if name.startswith("__") or name not in main:
                 return False
-            value = vars(main)[name]
+            value = main[name]
             if isinstance(value, (type, types.FunctionType, types.ModuleType)):
                 return False
             if isinstance(value, argparse.Namespace):
@@ -190,7 +191,7 @@ class Describing:
             return name in values
 
         Script(path, path.read_bytes()).needed(own, has_value)
-        return {str(path): {"package": main.__package__, "values": values}}
+        return {str(path): {"package": main.get("__package__"), "values": values}}
 
     def values(self, values: dict[str, Any], where: str) -> TREE:
         """Values by name as JSON; what has no name is left out."""
@@ -298,19 +299,31 @@ def package_of(name: str) -> str:
 
 def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
-    module = str(script_that_runs()) if value.__module__ == "__main__" else value.__module__
+    module = str(script_of(_globals(value))) if value.__module__ == "__main__" else value.__module__
     return f"{module}:{value.__qualname__}"
 
 
-def script_that_runs() -> Path:
+def script_of(names: TREE) -> Path:
     """Of a notebook, and of Python's -c, the path is no file's."""
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").absolute()
+    return Path(names.get("__file__") or "").absolute()
+
+
+def _globals(value: Any) -> TREE:
+    """Of the script that a class or function is of: of the one that runs, or what came with it from another process, as with Ray's workers."""
+    own = vars(sys.modules["__main__"])
+    if value.__name__ in own:
+        return own
+    found = (getattr(one, "__globals__", {}) for one in (value, *getattr(value, "__dict__", {}).values()))
+    return next((one for one in found if one.get("__name__") == "__main__"), own)
 
 
 def _found(value: Any) -> Any:
     """What a file has under a class's or function's own name, or None."""
-    if value.__module__ == "__main__" and not script_that_runs().is_file():
+    names = _globals(value)
+    if value.__module__ == "__main__" and not script_of(names).is_file():
         return None
+    if names is not vars(sys.modules["__main__"]):
+        return None if "<locals>" in value.__qualname__ else value
     try:
         return _attribute(importlib.import_module(value.__module__), value.__qualname__)
     except (AttributeError, ImportError, ValueError):

@@ -59,7 +59,7 @@ def fit(observed: Gradients, columns: list[Gradients], factors: Factors | None =
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
-    return Fit(weights, {name: _rest(observed, columns, weights, factors, name) for name in observed})
+    return Fit(weights, Sum(observed, columns, weights, factors).rest())
 
 
 def _products(
@@ -83,7 +83,7 @@ def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
 
 
 def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> float:
-    """`_rest`, from the products alone: to half of the digits."""
+    """A tensor's rest, from the products alone: to half of the digits."""
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
@@ -119,6 +119,15 @@ class Sum(Mapping[str, torch.Tensor]):
             total = tensor.double() * weight if total is None else total.add_(tensor, alpha=weight)
         return torch.zeros(self.like[name].shape, dtype=torch.float64) if total is None else total
 
+    def rest(self) -> dict[str, float]:
+        """The relative 2-norm of what the sum leaves of each tensor that it is like; 0 of one that is zero."""
+        found = {}
+        for name in self.like:
+            size = _norm(_pieces(self.like, name))
+            both = zip(_pieces(self.like, name), _pieces(self, name), strict=True)
+            found[name] = _norm(piece - own for piece, own in both) / size if size > 0 else 0.0
+        return found
+
     def __contains__(self, name: object) -> bool:
         return name in self.like  # Mapping's own would compute the tensor
 
@@ -146,14 +155,6 @@ def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
 
 def _norm(pieces: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
-
-
-def _rest(
-    observed: Gradients, columns: list[Gradients], weights: torch.Tensor, factors: Factors | None, name: str
-) -> float:
-    size, made = _norm(_pieces(observed, name)), _pieces(Sum(observed, columns, weights, factors), name)
-    left = (piece - own for piece, own in zip(_pieces(observed, name), made, strict=True))
-    return _norm(left) / size if size > 0 else 0.0
 
 
 @dataclass

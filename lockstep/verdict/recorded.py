@@ -21,7 +21,7 @@ from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.normalisation import Fit, Gradients, Sum
+from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
@@ -215,20 +215,24 @@ class _Step:
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
             weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
             weights_of = weighed.judge(fitted, again, expect)
+            if weighed.of_some:
+                yardstick = Sum(self.gradients, self._columns(near), weights_of, self.clipped)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
             terms = fitted.weights[len(self.micro) :]
             means = self._means_of_ranks()
             if any(self._are_right(means, torch.cat([known, terms])) for known in weighed.known if means):
                 self.of_ranks.say_mean_is_right()
         right = made_of(weights_of)
-        self._judge_kept_gradient(fitted)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
+        self._judge_kept_gradient(rows)
         if nominal is not None:
             self._count_in_worst(rows, columns, weighed, nominal)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
+        if 2 * sum(row.too_far for row in rows) > len(rows):
+            verdict.wrong[after_modules:after_modules] = self.of_ranks.clipped_apart()
         return nominal, after_modules
 
     def _count_in_worst(
@@ -403,19 +407,23 @@ class _Step:
         found = [one.gradients for one in computed]
         return found + [term.gradients for one in computed for term in one.terms.values()]
 
-    def _judge_kept_gradient(self, fitted: Fit) -> None:
-        """Whether what is too much in a gradient is that of the step before."""
+    def _judge_kept_gradient(self, rows: list[Judgement]) -> None:
+        """Whether what is too much in the gradients that are too far is that of the step before."""
         last = self.verdict.step - 1
-        if last == 0 or fitted.typical <= self.verdict.tolerated_weights:
+        wrong = [row.name.removeprefix("gradient/") for row in rows if row.too_far]
+        if last == 0 or not wrong or not set(wrong) <= set(self.recording.names(last, "gradient")):
             return
-        if not self.gradients.keys() <= set(self.recording.names(last, "gradient")):
-            return
-        kept = Lazy(self.gradients, lambda name: self.of_ranks.whole(last, f"gradient/{name}").double())
-        with_it = normalisation.fit(self.gradients, [*self._columns(self.exact), kept], self.clipped)
-        if with_it.typical < KEPT * fitted.typical:
+        own = Lazy(wrong, lambda name: self.gradients[name])
+        kept = Lazy(wrong, lambda name: self.of_ranks.whole(last, f"gradient/{name}"))
+        columns = self._columns(self.exact)
+        without, with_it = (
+            normalisation.fit(own, some, self.clipped) for some in (columns, [*columns, kept])
+        )
+        if with_it.typical < KEPT * without.typical:
+            of_some = f" of {and_more(wrong)}" if len(wrong) < len(rows) else ""
             self.verdict.wrong.insert(
                 0,
-                f"the gradient has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
+                f"the gradient{of_some} has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
             )
 
     def _judge_rounding(self, place: int) -> None:

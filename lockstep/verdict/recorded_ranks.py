@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -89,11 +89,23 @@ class Ranks:
         """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
         step = self.verdict.step
         own, *others = (
-            math.hypot(*(float(self.whole(one, f"gradient/{name}").norm()) for name in names))
+            _norm(self.whole(one, f"gradient/{name}") for name in names)
             for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
             if set(names) <= set(self.recording.names(one, "gradient"))
         )
-        return own if any(math.isclose(own, other, rel_tol=SAME_NORM) for other in others) else 0.0
+        return own if any(_same_norm(own, other) for other in others) else 0.0
+
+    def clipped_apart(self) -> list[str]:
+        """Whether what each rank has of the gradient has one norm, as where each clips by the norm of its shards alone."""
+        step = self.verdict.step
+        names = [f"gradient/{name}" for name in self.recording.names(step, "gradient")]
+        whole = _norm(self.whole(step, name) for name in names)
+        norms = [_norm(self.recording.part(rank, step, name) for name in names) for rank in self.ranks]
+        if not all(_same_norm(one, norms[0]) for one in norms) or _same_norm(whole, norms[0]):
+            return []
+        return [
+            f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
+        ]
 
     def _reduces_itself(self, differ: list[str]) -> bool:
         """Whether an optimizer makes one update of gradients that differ between replicas.
@@ -181,7 +193,7 @@ class Ranks:
         )
         for rank, clips in others:
             for own, other in zip(mine, clips, strict=False):
-                if not math.isclose(own.norm, other.norm, rel_tol=SAME_NORM):
+                if not _same_norm(own.norm, other.norm):
                     self.verdict.wrong.append(
                         f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
                     )
@@ -320,3 +332,11 @@ class Ranks:
             self.verdict.wrong.append(
                 f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
             )
+
+
+def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
+    return math.hypot(*(float(one.norm()) for one in tensors if one is not None))
+
+
+def _same_norm(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SAME_NORM)

@@ -48,6 +48,12 @@ def judge(
     unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
+        given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
+        if strangers and {f"weight/{name}" for name in unheld} <= given:
+            verdict.leave(
+                "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
+            )
+            return
         stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
         verdict.wrong.append(
             f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"

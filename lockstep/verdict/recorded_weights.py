@@ -8,6 +8,7 @@ import torch
 
 from lockstep.dumps.recording import IGNORED, Called, Clip, Step
 from lockstep.ground.errors import UserError
+from lockstep.ground.words import and_more
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
@@ -18,12 +19,14 @@ from lockstep.verdict.normalisation import (
     RANK_MEAN,
     TOKEN_MEAN,
     Fit,
-    Gradients,
+    Named,
+    Sum,
     Weighting,
 )
 from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.scalars import float32_norm_error
 
+SOME = 0.1  # of the gradients, that are right by no accident
 TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
 # Where a factor came in
 BEGUN = "; it is there when the backward pass begins"
@@ -47,7 +50,7 @@ class Weighed:
         ranks: dict[int, Step],
         micro: list[Called],
         exact: list[Computed],
-        made_of: Callable[[torch.Tensor], Gradients],
+        made_of: Callable[[torch.Tensor], Sum],
         elsewhere: int,
         norm_of_steps: Callable[[], float],
         beside: dict[str, float],
@@ -60,6 +63,7 @@ class Weighed:
         )
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.of_some = False  # whether some gradients alone are those of a known mean
         self.tokens, self.divisors = list[int](), torch.ones(0)  # of the micro batches, and of their losses
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
         # Weights of the losses, exactly as they should be; None if they are not near that
@@ -92,10 +96,18 @@ class Weighed:
             if bound:
                 by_hand, verdict.factor = named.factor, 1.0
                 verdict.clipped = f", clipped by the loop itself to a norm of {bound:.5g}"
-        self._judge_terms(fitted.weights, deviations, named.factor)
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         # A single micro batch has a factor whatever the gradient is.
-        if not named.off <= verdict.tolerated_weights or (not right and fitted.typical > TOO_MUCH):
+        is_mean = named.off <= verdict.tolerated_weights and (right or fitted.typical <= TOO_MUCH)
+        of_some = None if right and is_mean else self._mean_of_some(candidates)
+        if of_some is not None:
+            if is_mean:
+                others = " of " + and_more(self._near(fitted.rest))
+                verdict.wrong.append(self._of_factor(named.weighting, known, others))
+            verdict.factor = 1.0
+            return of_some
+        self._judge_terms(fitted.weights, deviations, named.factor)
+        if not is_mean:
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
             if fitted.typical <= verdict.tolerated_weights:
                 said = self.counts(fitted.weights)
@@ -117,6 +129,22 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         return torch.cat([known * named.factor, of_terms])
+
+    def _mean_of_some(self, candidates: list[Weighting]) -> torch.Tensor | None:
+        """The weights of the losses in a known mean that some gradients are of: what is wrong is then wrong with the others alone."""
+        terms = torch.zeros(sum(len(one.terms) for one in self.exact), dtype=torch.float64)
+        for candidate in candidates:
+            known = candidate.weights * self.divisors
+            rest = self.made_of(torch.cat([known, terms])).rest()
+            if len(self._near(rest)) > SOME * len(rest):
+                self.verdict.named, self.of_some = Named(candidate, 1.0, 0.0), True
+                self.nominal = self._nominal(known, known, 1.0)
+                return torch.cat([known, terms])
+        return None
+
+    def _near(self, rest: dict[str, float]) -> list[str]:
+        """The gradients of which rounding errors are left."""
+        return [name for name, one in rest.items() if 0 < one <= self.verdict.tolerated_weights]
 
     def _nominal(self, of_losses: torch.Tensor, known: torch.Tensor, by_hand: float) -> torch.Tensor | None:
         """The weights of the losses as they should be, exactly; None if that is not known."""
@@ -214,7 +242,7 @@ class Weighed:
         divisors = torch.tensor([one.mean.divisor for one in self.exact], dtype=torch.float64)
         return tokens, divisors, normalisation.known(tokens, self.shares, numbers)
 
-    def _of_factor(self, weighting: Weighting, known: torch.Tensor) -> str:
+    def _of_factor(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
         factor = self.verdict.factor
         why = self._why(factor)
         if not why and factor < 1 and not self.ranks[0].clips:
@@ -222,7 +250,7 @@ class Weighed:
         entered = self._entered(known)
         if entered == BEGUN:
             entered += self._stepped_too_often(factor)
-        return f"the gradient is {factor:.7g} times that of {weighting.label}{why}{entered}"
+        return f"the gradient{of} is {factor:.7g} times that of {weighting.label}{why}{entered}"
 
     def _stepped_too_often(self, factor: float) -> str:
         """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
@@ -258,6 +286,12 @@ class Weighed:
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
         )  # micro batches of a rank at which a gradient arrived
+        of_shares = [
+            sum(number for number, own in zip(self.tokens, self.shares, strict=True) if own == share)
+            for share in dict.fromkeys(self.shares)
+        ]
+        unequal = len(of_shares) if self.verdict.tokens and min(of_shares) < max(of_shares) else 0
+        in_masks = (one for called in self.micro for name, one in called.tensors.items() if "mask" in name)
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
@@ -268,6 +302,9 @@ class Weighed:
             "the positions of the global batch": float(sum(one.numel() for one in targets)),
             "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
+            "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
+            "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
+            "the tokens of the mask": float(sum(int(one.count_nonzero()) for one in in_masks)),
             "the micro batches of another step": float(self.elsewhere),
             "the scale of the GradScaler": self.micro[0].about.scale
             if self.micro[0].about.scale != 1
