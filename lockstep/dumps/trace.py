@@ -263,9 +263,9 @@ class _Trace:
                 found[name] = Choice(call=call, width=scores.shape[-1], scores=source, number=0)
         known = {choice.call for choice in found.values()}
         for call, (scores, indices) in enumerate(self._topk.seen):
-            name, width = _ranked(scores.grad_fn, nodes), scores.shape[-1]
-            if call not in known and name is not None and self.tensors[name].shape[-1] == width:
-                found[name] = Choice(call=call, width=width, scores=name, number=indices.shape[-1])
+            logits, width = _ranked(scores.grad_fn, nodes), scores.shape[-1]
+            if call not in known and logits is not None and self.tensors[logits].shape[-1] == width:
+                found[logits] = Choice(call=call, width=width, scores=logits, number=indices.shape[-1])
         return found
 
     def sources(self, outputs: dict[str, tuple]) -> dict[str, tuple[str, ...]]:
