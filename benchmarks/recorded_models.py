@@ -110,6 +110,8 @@ def made(model_type: str, name: str, task: str) -> torch.nn.Module:
     kind = CONFIG_MAPPING[model_type]
     own = kind()
     known = {key: size for key, size in SIZES.items() if hasattr(own, key) and key not in own.attribute_map}
+    if task == "CAUSAL_LM" and hasattr(own, "is_decoder"):
+        known["is_decoder"] = True
     drop = {key: 0.0 for key in vars(own) if "drop" in key and isinstance(getattr(own, key), float)}
     torch.manual_seed(0)
     config = kind(**known, **drop)

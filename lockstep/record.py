@@ -104,7 +104,9 @@ class _Finding:
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling():  # inside of a model that was found
                 return real(module, *arguments, **options)
-            trained = module.training and any(parameter.requires_grad for parameter in module.parameters())
+            own = list(module.parameters())
+            trained = module.training and any(parameter.requires_grad for parameter in own)
+            trained &= not any(map(torch.nn.parameter.is_lazy, own))  # which this call makes
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
             found = self.recorder

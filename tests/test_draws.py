@@ -204,16 +204,16 @@ def test_compiled_code_may_draw_otherwise(tmp_path, capsys):
         ({"about": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
         ({"ranks": [0, 2]}, "by each of several ranks"),
         ({"piece": object()}, "by each of several ranks"),
-        ({"tensors": {"x": torch.zeros(1, dtype=torch.float64)}}, "in float64"),
+        ({"dtypes": {torch.float32, torch.float64}}, "in float64"),
         ({"ranks": [0, 1]}, ""),  # which share no samples, as FSDP2 says: that is judged
         ({"random": None, "ranks": [0, 2]}, ""),
     ],
 )
 def test_who_drew_what(about, message):
-    whole = {"random": torch.zeros(1), "ranks": [0], "piece": None, "tensors": {}, "number": 0}
+    whole = {"random": torch.zeros(1), "ranks": [0], "piece": None, "dtypes": {torch.float32}, "number": 0}
     called = SimpleNamespace(**{**whole, "about": SimpleNamespace(compiled=False), **about})
     if not message:
-        require_known(called, [0, 1])
+        require_known(called, [0, 1], called.dtypes)
         return
     with pytest.raises(UserError, match=message):
-        require_known(called, [0, 1])
+        require_known(called, [0, 1], called.dtypes)

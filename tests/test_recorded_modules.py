@@ -188,3 +188,114 @@ def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast)
     if autocast and (after in (SLIGHTLY, NORM) or before == SAMPLE):
         assert not any(row.too_far for row in verdict.rows)
         assert any("times what a factor may be off by)" in sentence for sentence in verdict.wrong)
+
+
+OWN = """
+import copy, functools, io
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+@torch.jit.script
+def scripted(x):
+    return x.float() * torch.sigmoid(1.7 * x)
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.balance, self.state, self.length, self.angles, self.p = None, None, 0, None, 3.0
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x):
+        if self.length != x.shape[1]:
+            self.length, self.angles = x.shape[1], torch.arange(x.shape[1]).cos()[:, None]
+        if self.mask is None:
+            self.register_buffer("mask", torch.ones(8).cumsum(0), persistent=False)
+        if not hasattr(self, "tables"):
+            self.tables = {{}}
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.arange(x.shape[1]).sin()[:, None]
+        gate = torch.sigmoid(self.gate(x)) / self.mask
+        before, self.state = self.state, x.detach().mean((0, 1))
+        self.balance = gate.mean((0, 1)).square().sum()
+        return self.drop(x * gate * self.angles + self.tables[x.shape[1]] + (0 if before is None else before))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.take, self.mixer, self.give = nn.Linear(4, 8), Mixer(), nn.LazyLinear(3)
+        self.teacher = nn.Linear(4, 8).requires_grad_(False)
+
+    def forward(self, words, /, *more):
+        (x,) = more
+        {in_forward}
+        y = self.mixer(scripted(self.take(x)) + words[:, None, None] / 100)
+        return {{"y": self.give(y), "target": self.teacher(x.to(self.teacher.weight.dtype)).mean(-1) * TWICE}}
+
+def louder(module, given, out):
+    return out * 1.001
+
+def steeper(module, given, out):
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient * 1.01)
+
+def scaled(forward):
+    @functools.wraps(forward)
+    def call(*given):
+        out = forward(*given)
+        return {{**out, "target": out["target"] * 1.01}}
+    return call
+
+def main():
+    torch.manual_seed(0)
+    net = Net(){dtype}
+    net.mixer.drop.eval()
+    net(torch.zeros(2), torch.zeros(2, 5, 4){dtype})
+    net.mixer.balance = None
+    {before}
+    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(2):
+            x = torch.randn(2, 5, 4){dtype}
+            out = net(torch.randint(0, 3, (2,)), x)
+            loss = (out["y"].square().mean(-1) - out["target"]).square().mean() + net.mixer.balance
+            (loss / 2).backward()
+        optimizer.step()
+        net.mixer.balance, file = None, io.BytesIO()
+        torch.save(copy.deepcopy(net), file)
+        assert b"lockstep" not in file.getvalue().replace(b"lockstep.no_hook", b"")
+        with torch.no_grad():
+            copy.deepcopy(net)(torch.zeros(2), x)
+TWICE = 2
+if __name__ == "__main__":
+    main()
+"""
+MOVES = "self.teacher.weight.data.lerp_(self.take.weight.data, 0.5)"
+
+
+@pytest.mark.parametrize("dtype", ["", ".double()"])
+@pytest.mark.parametrize(
+    "fields, status, said",
+    [
+        ({}, 0, "PASS: 2 steps"),
+        ({"before": "net.teacher.double()"}, 0, "PASS: 2 steps"),
+        ({"before": "net.mixer.register_forward_hook(louder)"}, 1, "forward/mixer"),
+        ({"before": "net.mixer.gate.register_forward_hook(steeper)"}, 1, "backward/mixer.gate"),
+        ({"before": "Net.forward = scaled(Net.forward)"}, 1, "forward/returned.target"),
+        (
+            {"in_forward": MOVES},
+            2,
+            "teacher.weight requires no gradient, and is not what it was when the step",
+        ),
+    ],
+)
+def test_a_model_that_keeps_things(tmp_path, capsys, fields, status, said, dtype):
+    """Tables and states that a forward pass makes, a loss that it leaves, a target without a gradient, samples by rows, copies of the model."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(OWN.format(**{"in_forward": "pass", "before": "", "dtype": dtype, **fields}))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err, captured.out + captured.err

@@ -1,9 +1,11 @@
 """Hooks on the modules of a recorded model: the output of each, and the gradient that arrives at it."""
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -22,6 +24,19 @@ def _nothing(_name: str, _tensor: torch.Tensor) -> None:
 def module_of(name: str) -> str:
     """MODULE of forward/MICRO_BATCH/MODULE."""
     return name.split("/", 2)[2]
+
+
+class Hook:
+    """A hook of a recording. A copy of the model has none, nor has one that is read from a file, which needs no Lockstep."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self.function(*given)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, (sys.audit, "lockstep.no_hook")  # takes anything, and returns None
 
 
 class ModuleHooks:
@@ -49,7 +64,7 @@ class ModuleHooks:
         self.returned: dict[int, torch.Tensor] = {}  # by modules of this pass
         modules = {tree.clean(name): module for name, module in model.named_modules() if name}
         self.handles = [
-            module.register_forward_hook(functools.partial(self._see, name))
+            module.register_forward_hook(Hook(functools.partial(self._see, name)))
             for name, module in modules.items()
             if fnmatchcase(name, pattern)
         ]
@@ -57,7 +72,7 @@ class ModuleHooks:
         self.changed = set() if changed is None else changed
         if changed is not None:
             self.handles += [
-                module.register_forward_hook(functools.partial(self._see_bare, name), prepend=True)
+                module.register_forward_hook(Hook(functools.partial(self._see_bare, name)), prepend=True)
                 for name, module in modules.items()
                 if len(module._forward_hooks) > fnmatchcase(name, pattern)
             ]

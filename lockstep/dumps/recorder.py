@@ -10,7 +10,7 @@
         forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
-        buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one
+        buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
         random/M                         the state of torch's generator then, if the model drew from it
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
@@ -47,8 +47,8 @@ from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
 from lockstep.dumps.kept import Kept, copied, digest_of
-from lockstep.dumps.model_outputs import mapped, outputs_of
-from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.dumps.model_outputs import map_left, mapped, outputs_of
+from lockstep.dumps.module_hooks import Hook, ModuleHooks
 from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import WholeRun
@@ -96,7 +96,7 @@ class Recorder:
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
-        self.attributes = tree.plain_attributes(self.model)
+        self.attributes = {name: value for name, (value, _) in tree.state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
@@ -113,15 +113,16 @@ class Recorder:
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
-        self.calls = self.model.register_forward_pre_hook(self._see_call, with_kwargs=True, prepend=True)
-        self.outputs = self.model.register_forward_hook(self._see_output)
+        call = Hook(self._see_call)
+        self.calls = self.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True)
+        self.outputs = self.model.register_forward_hook(Hook(self._see_output))
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
         ]
         # Wrappers may turn autocast on inside of the model's call only.
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
-        self.removing += [leaf.register_forward_pre_hook(self._see_leaf).remove for leaf in leaves]
+        self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing += patches.see_clipping(self.model, self.see_clip)
         self.removing += patches.see_value_clipping(self.see_value_clip)
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
@@ -187,7 +188,7 @@ class Recorder:
     def _begin(self) -> None:
         self.kept = Kept(self.plain_shards, self.last_digests)
         self.micro: list[dict[str, Any]] = []
-        self.frozen: list[str] = []
+        self.frozen: dict[str, int] = {}  # hashes of what requires no gradient, before the first micro batch
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
@@ -315,8 +316,11 @@ class Recorder:
         number = len(self.micro)
         if number == 0:
             own = tree.named_parameters(self.model)
-            self.frozen = [name for name, parameter in own.items() if not parameter.requires_grad]
-        for name, buffer in self.model.named_buffers():
+            self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
+        state = tree.state_of(self.model).items()
+        changed = {name: one for name, one in state if self.attributes.get(name) != one[0]}
+        of_state = [pair for _, tensors in changed.values() for pair in tensors.items()]
+        for name, buffer in [*self.model.named_buffers(), *of_state]:
             last, self.buffers[name] = self.buffers.get(name), digest_of(buffer)
             if last != self.buffers[name]:
                 self.kept.keep_shard(f"buffer/{number}/{tree.clean(name)}", buffer)
@@ -336,11 +340,7 @@ class Recorder:
             "autocast": None,
             "param_dtype": parallelism.param_dtype_of(self.model),
             "channels_last": [],
-            "attributes": {  # that are not what they were when the recording began
-                name: value
-                for name, value in tree.plain_attributes(self.model).items()
-                if self.attributes.get(name, value) != value
-            },
+            "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
@@ -361,14 +361,14 @@ class Recorder:
                 f"lockstep.record.batch({twice[0]}=...): the model is called with it, so it is recorded already"
             )
         for name, value in {**inputs, **noted}.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self.kept.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
                 about["channels_last"] += [name] * _is_channels_last(value)
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
             else:
-                about["left_out"].append(f"{name} is a {type(value).__name__}")
+                about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
 
     def _is_compiled(self) -> bool:
         """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""
@@ -415,11 +415,19 @@ class Recorder:
             # Nothing else can be held against the run, which may train on a part of the loss.
             about.update(loss=float(loss.detach()), used=True)
 
+        copies: set[int] = set()
+
         def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.clone()  # which the loop may change in place
+            if id(tensor) in copies:  # in a list that several modules have
+                return tensor
             value = float(tensor.detach()) if tensor is loss else None
-            if tensor.ndim and id(tensor) not in of_modules and fnmatchcase("returned", self.modules):
+            is_new = tensor.ndim and id(tensor) not in of_modules and ":" not in name
+            if is_new and fnmatchcase("returned", self.modules):
                 self._see_module(f"forward/{number}/returned.{name}", tensor)
+            if not tensor.requires_grad:
+                return tensor
+            own = tensor.clone()  # which the loop may change in place
+            copies.add(id(own))
             assert own.grad_fn is not None
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(
@@ -427,7 +435,9 @@ class Recorder:
             )
             return own
 
-        return mapped(output, watched)
+        returned = mapped(output, watched)
+        map_left(self.model, watched)
+        return returned
 
     @_harmless
     def _arrives(
@@ -514,6 +524,10 @@ class Recorder:
         if not self.arrived_since:
             for about in self.micro:
                 about["elsewhere"] = False
+        changed = next((name for name, was in self.frozen.items() if digest_of(own[name]) != was), None)
+        if changed is not None:
+            self.give_up(f"{changed} requires no gradient, and is not what it was when the step began")
+            return
         self.updating = True
         final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
         again = bool(final) and id(optimizer) in self.stepped
@@ -599,7 +613,7 @@ class Recorder:
             **self.ranks,
             "step": self.step,
             "torch": torch.__version__,
-            "frozen": self.frozen,
+            "frozen": list(self.frozen),
             "attributes": self.attributes,
             "micro_batches": self.micro,
             "clips": self.clips,

@@ -58,7 +58,7 @@ class MicroBatch(Strict):
     evaluated: list[str]  # modules in evaluation mode
     drawn: bool = False  # random numbers from torch's generator, in the forward pass
     compiled: bool = False  # perhaps by code that torch.compile made
-    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, that are not what they were when the recording began
+    attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
     channels_last: list[Name] = []  # of the tensors, by their order in memory
 
 
@@ -116,7 +116,7 @@ class Step(Strict):
     data_parallel: list[Whole]
     groups: list[list[Whole]] = []  # of ranks that communicate
     frozen: list[Name]  # parameters that require no gradient
-    attributes: dict[Name, Plain] = {}  # as MODULE:NAME, as they were when the recording began
+    attributes: dict[Name, Any] = {}  # as MODULE:NAME, as they were when the recording began
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
@@ -385,13 +385,20 @@ class Recording:
         """The first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
-    def buffer(self, step: int, called: Called, name: str) -> torch.Tensor:
-        """A buffer of the model before a micro batch, as the first rank that was called with it has it."""
+    def buffers(self, step: int, called: Called) -> dict[str, torch.Tensor]:
+        """Those of the model before a micro batch, and the tensors of its attributes, as the first rank that was called with it has them."""
         rank = called.ranks[0]
-        names = [f"buffer/{number}/{name}" for number in range(called.number, -1, -1)]
-        last = next(one for one in names if one in self.steps[step - 1][rank].places)
-        whole, *parts = self.steps[step - 1][rank].places[last]
-        return self.whole(step, last, [rank] if [one.shape for one in parts] == [whole.full] else None)[0]
+        places = self.steps[step - 1][rank].places
+        last: dict[str, str] = {}
+        for number in range(called.number + 1):
+            first = f"buffer/{number}/"
+            last |= {name.removeprefix(first): name for name in places if name.startswith(first)}
+        found = {}
+        for own, name in last.items():
+            whole, *parts = places[name]
+            here = [rank] if [one.shape for one in parts] == [whole.full] else None
+            found[own] = self.whole(step, name, here)[0]
+        return found
 
     def _arrived(self, step: int, called: Called) -> dict[str, torch.Tensor]:
         first = f"backward/{called.number}/returned."

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from lockstep.dumps import deepspeed_layers
+from lockstep.dumps.hashes import digest
 from lockstep.dumps.script import Definitions, Script
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
@@ -262,8 +263,9 @@ class Describing:
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         if id(tensor) in self.tensors:
             return {"tensor": self.tensors[id(tensor)]}
-        if not isinstance(tensor, DTensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise _Unnamed(f"a {type(tensor).__name__}")
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain and not isinstance(tensor, DTensor):
+            raise _Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
         self.attributes[clean(where)] = tensor
         return {"attribute": clean(where)}
 
@@ -273,11 +275,25 @@ class Describing:
             return {"same": self.objects[id(value)]}
         kind = type(value)
         self._require_named(kind)
-        if not hasattr(value, "__dict__") or kind.__module__ == "builtins":
+        # What C++ holds, as of a scripted function, is in no attribute.
+        of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
+        if of_c or not hasattr(value, "__dict__"):
             raise _Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.objects)
         self.kept.append(value)
         return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+
+
+class _State(Describing):
+    def value(self, value: Any, where: str) -> Any:
+        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
+        known = (value if type(value) is int else id(value)) in self.tensors
+        if type(value) not in kinds or known:
+            raise _Unnamed("nothing that a forward pass changes")
+        return super().value(value, where)
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
+        return {**super()._tensor(tensor, where), "hash": digest(tensor)}
 
 
 class Passed(torch.nn.Module):
@@ -486,6 +502,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         )
     building = Building(tensors, tree["scripts"])
     user_file.search(Path(tree.get("path", ".")))
+    torch.jit._state.disable()  # no mode sees what a scripted function casts
     try:
         model = building.module(tree, "")
         building.fill(tree, "")
@@ -496,22 +513,29 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     return model.train()
 
 
-def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """Numbers and texts that modules have as attributes, such as a weight that a loop anneals, or how often a module was called."""
-    return {
-        f"{clean(name)}:{key}": value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in (*PLAIN, float) and key not in (*OWN, "gradient_checkpointing")
-    }
+def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+    """Attributes of modules that a pass or a loop may change, such as a weight that is annealed, a table, or the state of the batch before.
+
+    Numbers, texts, tensors that are neither parameters nor buffers, and lists, tuples and dicts of them: MODULE:NAME -> (JSON, its tensors).
+    """
+    describing, found = _State(model), {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            place, describing.attributes = f"{clean(name)}:{key}", {}
+            if key not in (*OWN, "gradient_checkpointing"):
+                with contextlib.suppress(_Unnamed):
+                    found[place] = describing.value(value, place), describing.attributes
+    return found
 
 
-def set_attributes(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
-    """Values as `plain_attributes` names them."""
+def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Values as in `state_of`, of copies of the tensors that are in them."""
     modules = dict(model.named_modules())
+    building = Building({f"attribute/{name}": one.clone() for name, one in tensors.items()}, {})
     for name, value in values.items():
         module, _, key = name.rpartition(":")
-        setattr(modules[module], key, value)
+        if module in modules:
+            modules[module].__dict__[key] = building.value(value)
 
 
 def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -80,9 +80,9 @@ class WholeRun:
         if tensors:
             mask = given.get("attention_mask")
             # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
-            of_rows = any(one.ndim > 1 for one in tensors)
+            of_rows = [one for one in tensors if one.ndim > 1]
             self.samples.append(
-                hashes(tensors[0], mask)
+                hashes(of_rows[0], mask)
                 if of_rows
                 else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
             )

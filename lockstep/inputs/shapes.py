@@ -11,7 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -62,14 +62,14 @@ class Description(schemas.Strict):
         return {name: shape for name, shape in self.parameters.items() if name not in frozen}
 
 
-def settings_of(model: "torch.nn.Module") -> Settings:
-    """The numbers with a fraction that modules were built with: epsilons, scales, dropout.
+def settings_of(model: "torch.nn.Module", without: Collection[str] = ()) -> Settings:
+    """The numbers with a fraction that modules were built with: epsilons, scales, dropout. Some modules are left out.
 
     Whole numbers are left out, because parallel layers change them: a rank has some of the heads.
     """
     found: Settings = {}
     for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
+        for attribute, value in vars(module).items() if name not in without else ():
             if isinstance(value, float) and not attribute.startswith("_"):
                 found.setdefault(attribute, {}).setdefault(json.dumps(value), []).append(name)
     return found
@@ -80,7 +80,7 @@ def active_dropout(settings: Settings) -> tuple[float, str] | None:
     for attribute, values in settings.items():
         if attribute == "p" or "drop" in attribute:
             for value, names in values.items():
-                if float(value) > 0 and names:
+                if 0 < float(value) <= 1 and names:  # else no part of anything, such as the p of a norm
                     return float(value), names[0]
     return None
 

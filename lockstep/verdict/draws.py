@@ -33,10 +33,10 @@ def dropout_is_active(p: float, name: str) -> UserError:
     )
 
 
-def dropout_modules(model: torch.nn.Module) -> dict[str, torch.nn.Dropout]:
-    """The dropout modules that drop elements, by name. Raises UserError for a model that drops some otherwise."""
+def dropout_modules(model: torch.nn.Module, evaluated: set[str]) -> dict[str, torch.nn.Dropout]:
+    """The dropout modules that drop elements, by name; some modules are `evaluated`. Raises UserError for a model that drops some otherwise."""
     found = {name: one for name, one in model.named_modules() if type(one) is torch.nn.Dropout and one.p > 0}
-    settings = shapes.settings_of(model)
+    settings = shapes.settings_of(model, evaluated)
     settings["p"] = {
         value: [name for name in names if name not in found] for value, names in settings.get("p", {}).items()
     }
@@ -82,8 +82,11 @@ def drawn_in(
     return found.double() if found.is_floating_point() else found
 
 
-def require_known(called: Called, data_parallel: list[int]) -> None:
-    """Raise UserError for a micro batch whose random numbers one process cannot draw again. `data_parallel` are ranks that share no sample."""
+def require_known(called: Called, data_parallel: list[int], dtypes: set[torch.dtype]) -> None:
+    """Raise UserError for a micro batch whose random numbers one process cannot draw again.
+
+    `data_parallel` are ranks that share no sample, `dtypes` those of the weights.
+    """
     if called.random is None:
         return
     why = ""
@@ -91,7 +94,7 @@ def require_known(called: Called, data_parallel: list[int]) -> None:
         why = "by code that torch.compile made"
     elif called.piece is not None or not {*called.ranks[1:]} <= {*data_parallel}:
         why = "by each of several ranks that have parts of its samples or of the model"
-    elif any(one.dtype == torch.float64 for one in called.tensors.values()):
+    elif torch.float64 in dtypes:
         why = "in float64"
     if why:
         raise UserError(

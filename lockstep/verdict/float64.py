@@ -120,10 +120,13 @@ class Float64(Told):
     """
 
     lowered = False
+    narrow: tuple[torch.dtype, ...] = LOWER
+    wide = torch.float64
+    casts: tuple[Callable[..., Any], ...] = CASTS
 
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
-        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(self.wide)
         torch.finfo = self._as_in_a_run  # type: ignore[misc,assignment] # a constant of the code's dtype is part of what it computes
         return super().__enter__()
 
@@ -142,15 +145,15 @@ class Float64(Told):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if function in CASTS:
+        if function in self.casts:
             self.lowered |= function is not torch.Tensor.float
-            function = torch.Tensor.double
+            function = torch.Tensor.double if self.wide is torch.float64 else torch.Tensor.float
         args = tuple(
             map(self._widened, args)
         )  # no function of torch takes a dtype inside of another argument
         kwargs = {name: self._widened(one) for name, one in (kwargs or {}).items()}
         if not (_is_in_place(function) or "out" in kwargs):
-            args, kwargs = _of_one_width(args, kwargs)
+            args, kwargs = self._of_one_width(args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
 
     def see_draw(
@@ -159,24 +162,30 @@ class Float64(Told):
         return drawn_in(self.drawn.get(number, torch.float32), function, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.dtype) or leaf not in LOWER:
+        if not isinstance(leaf, torch.dtype) or leaf not in self.narrow:
             return leaf
         self.lowered |= leaf is not torch.float32
-        return torch.float64
+        return self.wide
+
+    def _of_one_width(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The same values. A float32 tensor beside a float64 one, such as a constant of the model's file, is in float64, too."""
+        found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
+        if self.wide not in found or found.isdisjoint(self.narrow):
+            return args, kwargs
+        there = (self.wide,) * len(self.narrow)
+        return tuple(_cast(args, self.narrow, there)), _cast(kwargs, self.narrow, there)
+
+
+class Float32(Float64):
+    """Of a run in float64, the yardstick: inside, torch.float64 means torch.float32."""
+
+    narrow, wide = (torch.float64,), torch.float32
+    casts = (torch.Tensor.double,)
 
 
 def _is_in_place(function: Callable[..., Any]) -> bool:
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
-
-
-def _of_one_width(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same values. A float32 tensor beside a float64 one, such as a constant of the model's file, is in float64, too."""
-    found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
-    if torch.float64 not in found or found.isdisjoint(LOWER):
-        return args, kwargs
-    wide = (torch.float64,) * len(LOWER)
-    return tuple(_cast(args, LOWER, wide)), _cast(kwargs, LOWER, wide)
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:

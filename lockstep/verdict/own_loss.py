@@ -18,12 +18,13 @@ def computed(
 ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
     """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
     copies: dict[str, torch.Tensor] = {}
-    given = mapped(
-        output,
-        lambda name, one: copies.setdefault(name, one.clone() if piece is None else piece.cut(one).clone()),
-    )
+
+    def copied(name: str, one: torch.Tensor) -> torch.Tensor:
+        own = (one if piece is None else piece.cut(one)).clone()
+        return copies.setdefault(name, own) if own.requires_grad else own
+
     try:
-        made = function(given, tensors)
+        made = function(mapped(output, copied), tensors)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise UserError(
             f"--loss: {type(error).__name__}: {first_line(error)}; the recorded tensors are {', '.join(tensors)}, and lockstep.record.batch(...) adds others"

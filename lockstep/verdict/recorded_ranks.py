@@ -175,7 +175,9 @@ class Ranks:
     def unlike(self, module: str, ranks: list[int]) -> list[str]:
         """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
         return [
-            f"{name.replace(':', '.')} of ranks 0 and {rank} differ, {value} and {self.ranks[rank].attributes[name]}, so they compute otherwise"
+            f"{name.replace(':', '.')} of ranks 0 and {rank} differ, "
+            + f"{value} and {self.ranks[rank].attributes[name]}, " * (not isinstance(value, (dict, list)))
+            + "so they compute otherwise"
             for rank in ranks
             for name, value in self.ranks[0].attributes.items()
             if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value

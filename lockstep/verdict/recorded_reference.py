@@ -6,7 +6,6 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
-from lockstep.dumps.model_outputs import outputs_of, tensors_of
+from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.verdict import draws, own_loss, trl_head
 from lockstep.verdict.computed import Computed, Passes, Term
-from lockstep.verdict.float64 import Float64, Told, make_exact
+from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
@@ -87,17 +86,25 @@ class Reference(Passes):
         self.weights = weights
         self.dropping: dict[str, torch.nn.Dropout] = {}
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
-            self.dropping = draws.dropout_modules(self.model)
+            evaluated = set.intersection(
+                *(set(one.evaluated) for one in recording.steps[step - 1][0].micro_batches)
+            )
+            self.dropping = draws.dropout_modules(self.model, evaluated)
             _require_no_tf32(recording, self.model)
         for name, dropout in self.dropping.items():
             vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
-        self.attributes = tree.plain_attributes(self.model)
+        self.state = tree.state_of(self.model)
+        self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
         own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
         tree.give(self.model, own if units is None else units.outside(self._computed_in))
+        self.filled = {
+            module: {key: one is not None for key, one in module._buffers.items()}
+            for module in self.model.modules()
+        }
         if exact:
             make_exact(self.model, _tables(self.model))
         frozen = set(recording.steps[step - 1][0].frozen)
@@ -125,12 +132,11 @@ class Reference(Passes):
         )
 
     def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a weight that the run had in `dtype`. Of one in float64, the yardstick is in float32: it must be above the run's errors."""
+        """The dtype of a weight that the run had in `dtype`. Of a run in float64, the yardstick is in float32: it must be above the run's errors."""
         if self.exact:
             return torch.float64
         cast = self.recording.steps[0][0].micro_batches[0].param_dtype
-        dtype = _dtype(cast) if cast else dtype
-        return torch.float32 if dtype is torch.float64 else dtype
+        return _dtype(cast) if cast else torch.float32 if self.all_wide else dtype
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         super().keep(name, tensor)
@@ -204,32 +210,23 @@ class Reference(Passes):
 
         The model's buffers and attributes are as they were for `like`.
         """
-        like = called if like is None else like
-        about = called.about.model_copy(update={"attributes": like.about.attributes})
-        with contextlib.suppress(Exception), self._precision(called, self._mode(like, {})):
-            for name, one in tensors_of(self._forward(replace(called, about=about))).items():
+        with contextlib.suppress(Exception), self._precision(called, self._mode(like or called, {})):
+            for name, one in tensors_of(self._forward(called)).items():
                 self.keep(f"forward/{called.number}/returned.{name}", one)
         return self.modules
 
     def unlike(self, one: Called, other: Called) -> list[str]:
         """The buffers and attributes of the model that two micro batches do not have alike."""
-        of_both = [
-            {name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()}
-            for called in (one, other)
-        ]
-        buffers = [name for name, own in of_both[0].items() if not torch.equal(own, of_both[1][name])]
-        mine, theirs = one.about.attributes, other.about.attributes
-        names = sorted(mine.keys() | theirs.keys())
-        return buffers + [
-            name.replace(":", ".").removeprefix(".") for name in names if mine.get(name) != theirs.get(name)
-        ]
+        mine, theirs = (self.recording.buffers(self.step, called) for called in (one, other))
+        buffers = [name for name in mine.keys() & theirs.keys() if not torch.equal(mine[name], theirs[name])]
+        here, there = one.about.attributes, other.about.attributes
+        names = [name for name in here.keys() | there.keys() if here.get(name) != there.get(name)]
+        return sorted({name.replace(":", ".").removeprefix(".") for name in (*buffers, *names)})
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
         # A pass may change one, such as a mean or a bias of experts
-        self.buffers = {
-            name: self.recording.buffer(self.step, called, name) for name, _ in self.model.named_buffers()
-        }
-        kind = Float64 if self.exact else Told
+        self.buffers, self.changed = self.recording.buffers(self.step, called), called.about.attributes
+        kind = Float64 if self.exact else Float32 if self.all_wide else Told
         if told and self.calls_of_topk is None:
             mode = self.mode = kind()
             with self._precision(called, mode), torch.no_grad():
@@ -258,22 +255,21 @@ class Reference(Passes):
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
-        known = inspect.signature(self.model.forward).parameters
+        signature = inspect.signature(self.model.forward)
+        known = signature.parameters
         given |= {name: one for name, one in called.instead.items() if name in known}
         if "use_cache" in known:
             given["use_cache"] = False
-        known_here = {name: one for name, one in called.about.attributes.items() if name in self.attributes}
-        tree.set_attributes(self.model, self.attributes | known_here)
+        self._restore_state()
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(self.buffers[name])
         self.modules, self.indices = OnDisk(self.folder) if self.streamed else {}, {}
         self.hooks.begin(called.number)
+        bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
         if called.random is not None:
             torch.set_rng_state(called.random)
         self.called = called
-        output = self.model(**given)
+        output = self.model(*bound.args, **bound.kwargs, **given)
         draws.require_called(self.dropping, self.hooks.calls)
         self.hooks.end()
         return output
@@ -289,10 +285,30 @@ class Reference(Passes):
             found, _ = self.recording.whole(self.step, place, self.called.ranks)
         return tensor * (found != 0) / (1 - p)
 
+    def _restore_state(self) -> None:
+        """Buffers and attributes as they were before the micro batch."""
+        tensors = {name: one for _, own in self.state.values() for name, one in own.items()}
+        tree.set_state(self.model, {name: value for name, (value, _) in self.state.items()}, tensors)
+        buffers = self._widened(self.buffers)
+        tree.set_state(self.model, self.changed, buffers)
+        for module, filled in self.filled.items():
+            own = module._buffers.items()
+            module._buffers = {key: one if filled[key] else None for key, one in own if key in filled}
+        known = dict(self.model.named_buffers())
+        for name, tensor in buffers.items():
+            if name in known and known[name].shape == tensor.shape:
+                known[name].copy_(tensor)
+            elif ":" not in name:
+                place, _, key = name.rpartition(".")
+                self.model.get_submodule(place)._buffers[key] = tensor.clone()
+
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Inputs that are no ids are in float64, too, or in float32 if the run computes in float64."""
+        """What is no weight and no id is in float64, too, or in float32 if the run computes in float64."""
         floats = {name: one for name, one in tensors.items() if one.is_floating_point()}
-        return tensors | {name: one.double() if self.exact else _single(one) for name, one in floats.items()}
+        return tensors | {
+            name: one.double() if self.exact else one.float() if self.all_wide else one
+            for name, one in floats.items()
+        }
 
     def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
         output = self._forward(called)
@@ -301,7 +317,9 @@ class Reference(Passes):
             output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = tensors_of(output)
         self._keep_returned(called, returned)
-        missing = called.arrived.keys() - returned.keys()  # TRL replaces the forward method of a model
+        trained = called.arrived.keys() | called.about.scalars.keys()
+        map_left(self.model, lambda name, one: returned.setdefault(name, one) if name in trained else one)
+        missing = trained - returned.keys()  # TRL replaces the forward method of a model
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
         often = called.about.scalars
@@ -321,7 +339,7 @@ class Reference(Passes):
             arrived = often.get(own, 1.0)
         else:
             raise UserError(
-                f"the model returns no {', '.join(missing)} when it is called again; its forward method was replaced"
+                f"the model returns no {', '.join(missing)} when it is called again; its forward method was replaced, or a hook makes it"
             )
         if loss is not None:
             terms = self._terms(loss, scalars) if free is None else free.terms
@@ -478,11 +496,6 @@ def _without_reentrant_checkpointing() -> Iterator[None]:
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     order = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
     return tensor.contiguous(memory_format=order)
-
-
-def _single(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a run in float64, in float32: the reference is no more exact than the run, whose errors the yardstick must be above."""
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _dtype(name: str) -> torch.dtype:
