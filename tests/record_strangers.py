@@ -219,6 +219,28 @@ class Lstm(nn.Module):
         return self.head(mixed), state
 
 
+class Stateful(Recurrent):
+    """The model keeps the state of the micro batch before; each rank has its own."""
+
+    def made(self):
+        return KeepsItsState()
+
+    def own_loss(self, given):
+        tokens, labels = given
+        return F.cross_entropy(self.wrapped(tokens).flatten(0, 1), labels.flatten())
+
+
+class KeepsItsState(Lstm):
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def forward(self, tokens):
+        logits, state = super().forward(tokens, self.state)
+        self.state = tuple(one.detach() for one in state)
+        return logits
+
+
 class GivenAgain(Own):
     """What a model that sees the whole row is trained to give is the row itself."""
 

@@ -26,7 +26,7 @@ RIGHT = {
     ),
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
-    **dict.fromkeys(("OneHeadUnused", "Recurrent", "InADict", "Normalised", "Padded"), NOT_SEEN),
+    **dict.fromkeys(("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "Padded"), NOT_SEEN),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED

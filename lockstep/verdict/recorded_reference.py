@@ -216,11 +216,17 @@ class Reference(Passes):
         return self.modules
 
     def unlike(self, one: Called, other: Called) -> list[str]:
-        """The buffers and attributes of the model that two micro batches do not have alike."""
+        """The buffers, numbers and texts of the model that two micro batches do not have alike. Other attributes may be of the batch before."""
         mine, theirs = (self.recording.buffers(self.step, called) for called in (one, other))
-        buffers = [name for name in mine.keys() & theirs.keys() if not torch.equal(mine[name], theirs[name])]
+        known = [name for name in mine.keys() & theirs.keys() if ":" not in name]
+        buffers = [name for name in known if not torch.equal(mine[name], theirs[name])]
         here, there = one.about.attributes, other.about.attributes
-        names = [name for name in here.keys() | there.keys() if here.get(name) != there.get(name)]
+        names = [
+            name
+            for name in here.keys() | there.keys()
+            if here.get(name) != there.get(name)
+            and not isinstance(here.get(name, there.get(name)), (dict, list))
+        ]
         return sorted({name.replace(":", ".").removeprefix(".") for name in (*buffers, *names)})
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
