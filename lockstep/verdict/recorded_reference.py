@@ -298,9 +298,7 @@ class Reference(Passes):
         if logits is not None and LOG_PROBS in called.arrived and not of_means:
             output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = self._returned(called, output)
-        missing = (
-            called.arrived.keys() | called.about.scalars.keys()
-        ) - returned.keys()  # as of TRL's models
+        missing = (called.arrived.keys() | called.about.scalars.keys()) - returned.keys()  # as of TRL
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
         often = called.about.scalars
