@@ -321,11 +321,8 @@ class Reference(Passes):
         loss, logits = outputs_of(output)
         if logits is not None and LOG_PROBS in called.arrived and not of_means:
             output[LOG_PROBS] = trl_head.log_probs(called, logits)
-        returned = tensors_of(output)
-        self._keep_returned(called, returned)
-        trained = called.arrived.keys() | called.about.scalars.keys()
-        map_left(self.model, lambda name, one: returned.setdefault(name, one) if name in trained else one)
-        missing = trained - returned.keys()  # TRL replaces the forward method of a model
+        returned = self._returned(called, output)
+        missing = (called.arrived.keys() | called.about.scalars.keys()) - returned.keys()  # as of TRL
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
         often = called.about.scalars
@@ -380,13 +377,16 @@ class Reference(Passes):
             computed.mean = mean_of(called, value, logits, number)
         return computed
 
-    def _keep_returned(self, called: Called, returned: dict[str, torch.Tensor]) -> None:
-        """What the run has of it: those that no module returned."""
+    def _returned(self, called: Called, output: Any) -> dict[str, torch.Tensor]:
+        """What the model returns, and what it leaves in its modules and is trained on; keeps what the run has of it, which no module returned."""
+        returned, trained = tensors_of(output), called.arrived.keys() | called.about.scalars.keys()
         recorded = self.recording.steps[self.step - 1][called.ranks[0]].places
         for name, one in returned.items():
             place = f"forward/{called.number}/returned.{name}"
             if place in recorded:
                 self.keep(place, one)
+        map_left(self.model, lambda name, one: returned.setdefault(name, one) if name in trained else one)
+        return returned
 
     def _begun_at(self, called: Called, returned: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Begin the backward pass with what arrived at what the model returned. Returns that, if it is one tensor."""
