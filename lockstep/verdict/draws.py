@@ -78,7 +78,7 @@ def drawn_in(
     found = function(*given, **named)
     if function.__name__ in IN_PLACE:
         with torch.no_grad():
-            return args[0].copy_(found)
+            return (*args, *kwargs.values())[0].copy_(found)
     return found.double() if found.is_floating_point() else found
 
 

@@ -50,7 +50,9 @@ class Told(CountsTopk):
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
         self.draws = 0  # random numbers: calls of functions that draw
-        self.drawn: dict[int, torch.dtype] = {}  # by the number of the call
+        self.drawn: dict[int, torch.dtype] | None = (
+            None  # by the number of the call, where somebody asks for it
+        )
 
     def __torch_function__(
         self,
@@ -68,8 +70,9 @@ class Told(CountsTopk):
         self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         result = function(*args, **kwargs)
-        tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
-        self.drawn[number] = next(one.dtype for one in tensors if one.is_floating_point())
+        if self.drawn is not None:
+            tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
+            self.drawn[number] = next(one.dtype for one in tensors if one.is_floating_point())
         return result
 
     def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
@@ -115,8 +118,8 @@ class Told(CountsTopk):
 class Float64(Told):
     """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
 
-    `drawn` are the dtypes that the run drew random numbers in, by the number of the call; float32 if it is not there. `lowered` tells
-    whether something asked for bfloat16 or float16.
+    `drawn` are the dtypes that the run drew random numbers in, by the number of the call; float32 if it is not there. Without `drawn`, they are
+    drawn in float64. `lowered` tells whether something asked for bfloat16 or float16.
     """
 
     lowered = False
@@ -159,6 +162,8 @@ class Float64(Told):
     def see_draw(
         self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.drawn is None:
+            return function(*args, **kwargs)
         return drawn_in(self.drawn.get(number, torch.float32), function, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
