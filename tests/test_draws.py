@@ -25,6 +25,7 @@ KINDS = {
     "in place": lambda x: x + torch.empty_like(x).exponential_(),
     "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
     "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
+    "by name": lambda x: x[torch.multinomial(input=x.detach().square().mean((1, 2)), num_samples=3)],
     "hidden": lambda x: x * F.gumbel_softmax(x, dim=-1),
     "of numpy": lambda x: x * float(np.random.rand()),
 }

@@ -160,11 +160,15 @@ class CountsTopk(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        result = self.call(function, args, kwargs or {})
         if function not in (torch.topk, torch.Tensor.topk):
             return result
         self.calls += 1
         return self.see_topk(self.calls - 1, args[0], result)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch returns."""
+        return function(*args, **kwargs)
 
     def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
         """What the call returns, given its `result`."""

@@ -8,7 +8,7 @@ A mixture's router chooses experts by `torch.topk`. Where two scores are nearly 
 differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,28 +50,22 @@ class Told(CountsTopk):
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
         self.draws = 0  # random numbers: calls of functions that draw
-        self.drawn: dict[int, torch.dtype] | None = (
-            None  # by the number of the call, where somebody asks for it
-        )
+        # By the number of the call, where somebody asks for it
+        self.drawn: dict[int, torch.dtype] | None = None
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_drawing(function):
-            return super().__torch_function__(function, types, args, kwargs)
+            return super().call(function, args, kwargs)
         self.draws += 1
-        return self.see_draw(self.draws - 1, function, args, kwargs or {})
+        return self.draw(self.draws - 1, function, args, kwargs)
 
-    def see_draw(
+    def draw(
         self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """What a function that draws random numbers returns."""
         result = function(*args, **kwargs)
         if self.drawn is not None:
-            tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
+            tensors = [one for one in (result, *args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             self.drawn[number] = next(one.dtype for one in tensors if one.is_floating_point())
         return result
 
@@ -141,25 +135,18 @@ class Float64(Told):
     def _as_in_a_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
         return self._finfo(torch.float32 if dtype is torch.float64 else dtype)
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function in self.casts:
             self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double if self.wide is torch.float64 else torch.Tensor.float
-        args = tuple(
-            map(self._widened, args)
-        )  # no function of torch takes a dtype inside of another argument
-        kwargs = {name: self._widened(one) for name, one in (kwargs or {}).items()}
+        # No function of torch takes a dtype inside of another argument.
+        args = tuple(map(self._widened, args))
+        kwargs = {name: self._widened(one) for name, one in kwargs.items()}
         if not (_is_in_place(function) or "out" in kwargs):
             args, kwargs = self._of_one_width(args, kwargs)
-        return super().__torch_function__(function, types, args, kwargs)
+        return super().call(function, args, kwargs)
 
-    def see_draw(
+    def draw(
         self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.drawn is None:
