@@ -100,7 +100,7 @@ class Recorder:
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
-        self.compiled, self.compiles = False, False
+        self.compiled, self.model_compiled = False, False
         self.asking = 0  # inside of torch.autograd.grad
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
@@ -373,8 +373,8 @@ class Recorder:
     def _is_compiled(self) -> bool:
         """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""
         assert self.hooks is not None
-        self.compiles |= parallelism.compiled_frames() > self.frames
-        return self.compiles or bool(
+        self.model_compiled |= parallelism.compiled_frames() > self.frames
+        return self.model_compiled or bool(
             self.modules == EVERY_MODULE and self.hooks.handles and not self.hooks.seen
         )
 

@@ -37,9 +37,8 @@ class Modules:
         self.verdict, self.precision, self.factors = verdict, precision, factors
         self.scaled, self.whose = scaled, whose
         self.rows: dict[str, Judgement] = {}
-        self.ranks: dict[
-            str, dict[int, float]
-        ] = {}  # those that have a row, and the largest `multiple` there
+        # Those that have a row, and the largest `multiple` there
+        self.ranks: dict[str, dict[int, float]] = {}
         self.chosen: list[Chosen] = []
         self.left_out: set[str] = set()
         # By how much more than recorded the gradients are scaled, for each micro batch and rank

@@ -77,13 +77,7 @@ def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
     """No sample is seen again before all have been seen once, but for those that fill the last batch of an epoch."""
-    order = [
-        sample
-        for number in range(verdict.steps)
-        for steps in ranks
-        for micro in steps[number].samples
-        for sample in micro
-    ]
+    order = _seen(steps[number] for number in range(verdict.steps) for steps in ranks)
     verdict.samples = len(order)
     first: dict[int, int] = {}
     for place, sample in enumerate(order):
@@ -106,14 +100,16 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         )
 
 
+def _seen(steps: Iterable[RunStep]) -> list[int]:
+    """The samples of a rank, in order."""
+    return [sample for step in steps for micro in step.samples for sample in micro]
+
+
 def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
     """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
-    orders = [
-        [sample for step in steps[: verdict.steps] for micro in step.samples for sample in micro]
-        for steps in ranks
-    ]
     again = 0
-    for order in orders:
+    for steps in ranks:
+        order = _seen(steps[: verdict.steps])
         epoch = next((place for place in range(1, len(order)) if order[place] == order[0]), len(order))
         if order[epoch:] != order[: len(order) - epoch]:
             return
@@ -129,10 +125,7 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
 
 def _who(ranks: list[list[RunStep]]) -> str:
     """Whether ranks share samples before any comes again on a rank itself, to be read after the number."""
-    sets = [
-        _first_epoch(sample for step in steps for micro in step.samples for sample in micro)
-        for steps in ranks
-    ]
+    sets = [_first_epoch(_seen(steps)) for steps in ranks]
     shared = [
         (one, other)
         for one in range(len(sets))
