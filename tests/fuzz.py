@@ -77,7 +77,9 @@ class Late(BaseException):
 def allow_memory(size):
     """So many bytes of address space more than the process has, which may be a pytest that has judged much before."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+    # The hard limit stays: a process that has lowered it may not raise it for its next case.
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, hard))
 
 
 @contextlib.contextmanager
