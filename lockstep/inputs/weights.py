@@ -41,18 +41,25 @@ def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
 
 
 def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
-    """Perturb every weight by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
+    """Perturb every weight by one ulp of `dtype`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(perturbed(parameter, generator, getattr(torch, dtype)))
+
+
+def perturbed(tensor: "torch.Tensor", generator: "torch.Generator", dtype: "torch.dtype") -> "torch.Tensor":
+    """Every element moved by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
 
     Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.finfo(getattr(torch, dtype)).eps / 2
-    with torch.no_grad():
-        for parameter in model.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator).double().mul_(2).sub_(1)
-            parameter.copy_(parameter.double() * (1 + half * signs))
+    half = torch.finfo(dtype).eps / 2
+    signs = torch.randint(0, 2, tensor.shape, generator=generator).double().mul_(2).sub_(1)
+    return (tensor.double() * (1 + half * signs)).to(tensor.dtype)
 
 
 def combined_sha256(sums: dict[str, str]) -> str:

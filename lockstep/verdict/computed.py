@@ -31,7 +31,7 @@ class Computed:
     arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
     terms: dict[str, Term]
     # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
-    modules: Mapping[str, torch.Tensor]
+    modules: MutableMapping[str, torch.Tensor]
     told: dict[str, Taken]  # by the name of the output that has it
     mean: Mean = field(default_factory=Mean)  # known in a free pass in float64 alone
     # In free passes:

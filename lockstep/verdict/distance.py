@@ -51,8 +51,8 @@ class Distance:
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
     scale: float  # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
-    # Of a first moment, the size of what it keeps of the one before, and of a parameter, what that gives to its change: where the new
-    # gradient all but cancels it, the rounding errors are of this size.
+    # Where terms of a sum all but cancel, rounding errors are of the size of these: of a gradient, the largest micro batch's; of a first moment,
+    # what it keeps of the one before; of a parameter, what that gives to its change.
     terms: Size = Size(0.0, 0.0)
     unequal: str = ""  # of the batch, whose numbers are equal or not: how many are not, and where first
 
@@ -179,6 +179,15 @@ def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor
     """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
     flat = [tensor.detach().reshape(-1) for tensor in (own, reference, before) if tensor is not None]
     return distance_of_pieces(zip(*(tensor.split(BLOCK) for tensor in flat), strict=True))
+
+
+@QUIET
+def size_of(tensor: torch.Tensor) -> Size:
+    """Of a tensor in memory, which may have no elements."""
+    found = _Sums()
+    for block in tensor.detach().flatten().split(BLOCK):
+        found.add(block.double().numpy())
+    return found.result()
 
 
 @QUIET

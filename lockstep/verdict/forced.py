@@ -23,6 +23,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.normalisation import Sum
 from lockstep.verdict.recorded_modules import Modules
 from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 from lockstep.verdict.scalars import Chosen
@@ -151,8 +152,8 @@ def _judge_step(
         modules.add(micro.number, [micro.dp_rank], own, right, near)
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
-    right_gradients, near_gradients = exact.gradients(), plain.gradients()
-    gradients = judged_gradients(step, observed, right_gradients, near_gradients, precision, factors)
+    whole = Sum(observed, [exact.gradients()], torch.ones(1))
+    gradients = judged_gradients(step, observed, whole, plain.gradients(), precision, factors)
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
 
 

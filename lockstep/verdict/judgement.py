@@ -195,8 +195,8 @@ class OfDDP(Yardstick):
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
-    """Whether it is the gradient of a vector or of a scalar."""
-    return name.startswith("gradient/") and len(entry["shape"]) <= 1
+    """Whether it is the gradient of a vector or of a scalar, such as of a matrix of one row."""
+    return name.startswith("gradient/") and sum(size > 1 for size in entry["shape"]) <= 1
 
 
 def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:
@@ -261,7 +261,7 @@ def tolerance(name: str, distance: Distance, measure: Size, roundoff: float) -> 
         if kind == "parameter":
             return distance.size.times(own).plus(distance.shown.or_more(distance.terms).times(of_change))
         return distance.size.or_more(distance.terms).times(own)
-    return measure.times(MULTIPLE).plus(distance.size.times(FLOOR * roundoff))
+    return measure.times(MULTIPLE).plus(distance.size.or_more(distance.terms).times(FLOOR * roundoff))
 
 
 def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundoff: float) -> Size:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.verdict.distance import BLOCK
+from lockstep.verdict.distance import BLOCK, Size, size_of
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
@@ -29,10 +29,14 @@ Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Fit:
-    """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor."""
+    """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor.
+
+    `largest_term` is the size of the largest tensor of a sum beside the sum itself, in a typical gradient.
+    """
 
     weights: torch.Tensor
     rest: dict[str, float]
+    largest_term: float = 0.0
 
     @property
     def typical(self) -> float:
@@ -59,7 +63,9 @@ def fit(observed: Gradients, columns: list[Gradients], factors: Factors | None =
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
-    return Fit(weights, Sum(observed, columns, weights, factors).rest())
+    terms = ((square.diagonal().sqrt() * weights).abs().max() for square, _ in products.values())
+    rest = Sum(observed, columns, weights, factors).rest()
+    return Fit(weights, rest, statistics.median(map(float, terms)))
 
 
 def _products(
@@ -118,6 +124,13 @@ class Sum(Mapping[str, torch.Tensor]):
             tensor = column[name]
             total = tensor.double() * weight if total is None else total.add_(tensor, alpha=weight)
         return torch.zeros(self.like[name].shape, dtype=torch.float64) if total is None else total
+
+    def largest_term(self, name: str) -> Size:
+        """The size of the largest tensor that is summed. Where tensors all but cancel, rounding errors are of this size."""
+        largest = Size(0.0, 0.0)
+        for weight, column in self.of(name):
+            largest = largest.or_more(size_of(column[name]).times(abs(weight)))
+        return largest
 
     def rest(self) -> dict[str, float]:
         """The relative 2-norm of what the sum leaves of each tensor that it is like; 0 of one that is zero."""

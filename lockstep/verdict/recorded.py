@@ -16,7 +16,7 @@ from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
-from lockstep.verdict import draws, normalisation, recorded_pieces, recorded_task, recorded_update
+from lockstep.verdict import draws, normalisation, recorded_pieces, recorded_task, recorded_update, redrawn
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
@@ -54,7 +54,10 @@ def judge(
     """
     memory = free_bytes() / 2 if memory is None else memory
     streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
-    return _Step(recording, step, loss, streamed).judge(expect)
+    verdict = _Step(recording, step, loss, streamed).judge(expect)
+    if redrawn.may_be_chance(verdict):
+        verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+    return verdict
 
 
 def _bytes_of_weights(recording: Recording) -> int:
@@ -111,9 +114,12 @@ def _loss_noise(exact: Computed, near: Computed) -> float:
 
 
 class _Step:
-    def __init__(self, recording: Recording, step: int, loss: Loss | None, streamed: bool):
+    def __init__(
+        self, recording: Recording, step: int, loss: Loss | None, streamed: bool, *, redraws: bool = False
+    ):
         self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
         self.streamed = streamed  # memory has one unit of the model at a time
+        self.redraws = redraws  # the yardstick is the farthest of several draws
         called = recording.micro_batches(step)
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
@@ -313,6 +319,8 @@ class _Step:
             for called, (_, told) in zip(pieces, recorded, strict=True):
                 for reference, kept in ((plain, self.near), (exact, self.exact)):
                     kept.append(reference.compute(called, told))
+                if self.redraws:
+                    redrawn.draw_again(plain, self.near[-1], self.exact[-1], called, told)
                 if self.verdict.step == 1 and len(self.exact) == 1:
                     odd = _not_linear(exact, called, told, self.exact[0])
                     if odd and self.exact[0].arrived == 1 and self.exact[0].loss is not None:

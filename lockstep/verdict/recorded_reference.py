@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
+from lockstep.inputs.weights import perturbed
 from lockstep.verdict import draws, own_loss, trl_head
 from lockstep.verdict.computed import Computed, Passes, Term
 from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
@@ -84,6 +86,7 @@ class Reference(Passes):
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
+        self.draw = 0
         self.dropping: dict[str, torch.nn.Dropout] = {}
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
             evaluated = set.intersection(
@@ -127,9 +130,21 @@ class Reference(Passes):
         """A weight as the model has it."""
         weight = self.weights[name]
         weight = weight.to(self._computed_in(weight.dtype), copy=True)
+        if self.draw and weight.is_floating_point():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
+            lower = self.recording.steps[0][0].micro_batches[0].autocast
+            weight = perturbed(weight, generator, _dtype(lower) if lower else weight.dtype)
         return (
             _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
         )
+
+    def perturb(self, draw: int) -> None:
+        """Give the model weights that are perturbed by one ulp, others with each number of a draw; 0: its own."""
+        self.draw = draw
+        if not self.streamed:  # else they are read when they are needed
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self._own(name))
 
     def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a weight that the run had in `dtype`. Of a run in float64, the yardstick is in float32: it must be above the run's errors."""

@@ -1,14 +1,14 @@
 """What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
-from lockstep.verdict.normalisation import Gradients, Named
+from lockstep.verdict.normalisation import Gradients, Named, Sum
 
 MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -106,7 +106,7 @@ def judged(
 def judged_gradients(
     step: int,
     observed: Mapping[str, torch.Tensor],
-    right: Gradients,
+    right: Sum,
     near: Gradients,
     precision: str,
     factors: Factors | None = None,
@@ -116,7 +116,8 @@ def judged_gradients(
     yardstick: dict[str, Distance] = {}
     for name, reference in right.items():
         plain = near[name]
-        own[f"gradient/{name}"] = distance_of(observed[name], reference)
+        distance = distance_of(observed[name], reference)
+        own[f"gradient/{name}"] = replace(distance, terms=right.largest_term(name))
         yardstick[f"gradient/{name}"] = distance_of(plain, reference)
         if factors is not None:
             factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)

@@ -79,9 +79,8 @@ class Weighed:
         deviations = again.weights - fitted.weights
         deviation = float(deviations[: len(self.micro)].norm() / of_losses.norm())
         uncertain = max(one.mean.uncertain for one in self.exact)
-        verdict.tolerated_weights = (
-            MULTIPLE * max(deviation, again.typical) + FLOOR * UNIT["fp32"] + uncertain
-        )
+        roundoffs = FLOOR * UNIT["fp32"] * max(1.0, fitted.largest_term)
+        verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + roundoffs + uncertain
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
         self.known = [one.weights * divisors for one in candidates]
@@ -101,9 +100,9 @@ class Weighed:
         is_mean = named.off <= verdict.tolerated_weights and (right or fitted.typical <= TOO_MUCH)
         of_some = None if right and is_mean else self._mean_of_some(candidates)
         if of_some is not None:
-            if is_mean:
-                others = " of " + and_more(self._near(fitted.rest))
-                verdict.wrong.append(self._of_factor(named.weighting, known, others))
+            others = self._near(fitted.rest)
+            if is_mean and others:
+                verdict.wrong.append(self._of_factor(named.weighting, known, f" of {and_more(others)}"))
             verdict.factor = 1.0
             return of_some
         self._judge_terms(fitted.weights, deviations, named.factor)
