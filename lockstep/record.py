@@ -91,7 +91,7 @@ class _Finding:
             register_optimizer_step_pre_hook,
         )
 
-        from lockstep.dumps import tree
+        from lockstep.dumps import patches, tree
         from lockstep.dumps.recorder import Recorder
 
         self.recorder: Recorder | None = None
@@ -136,7 +136,11 @@ class _Finding:
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
 
+        # Before the script asks: it may do so in the first call of the model.
+        sees_no_more = patches.see_asking()
+
         def restore() -> None:
+            sees_no_more()
             torch.nn.Module.__call__ = real  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()

@@ -470,9 +470,51 @@ if __name__ == "__main__":
 """
 
 
+# The first call of the model gives the gradient that makes the batch of the second one.
+ATTACKED = """
+import torch
+net = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def loss(given):
+    return torch.nn.functional.cross_entropy(net(given), torch.tensor([0, 1, 2, 0]))
+for _ in range(2):
+    given = torch.randn(4, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss(given), {of})
+    optimizer.zero_grad()
+    loss((given + 0.1 * gradient.flatten()[0].sign()).detach()).backward()
+    optimizer.step()
+"""
+
+
+UNFROZEN = """
+import torch
+class Own(torch.nn.Sequential):
+    def forward(self, values):
+        self.calls = getattr(self, "calls", 0) + 1
+        self[0].requires_grad_(self.calls > {calls})
+        return super().forward(values)
+def main():
+    net = Own(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (net(torch.randn(8, 4)).square().mean() / 2).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.mark.parametrize(
     "text, status, said",
     [
+        (ATTACKED.format(of="given"), 0, "PASS: 2 steps"),
+        # What counts is unknown where gradients of weights are asked for: the last call alone has a backward pass.
+        (ATTACKED.format(of="net.bias"), 1, "as in no known mean"),
+        (UNFROZEN.format(calls=2), 0, "PASS: 2 steps"),
+        (UNFROZEN.format(calls=1), 1, "0.weight"),
         (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
         (CLOSURE, 0, "whole run: 2 steps, 16 samples"),
         (SCALED.format(steps=9), 0, "PASS: 2 steps"),

@@ -90,7 +90,7 @@ WRONG = {
     "SharedOutNotSent": "step 2: weights differ between ranks that hold the same: ",
     "ClippedInBackward": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "NeverUnscaled": "step 1: the gradient is 256 times that of what follows from the gradients at the logits, averaged over the ranks, "
-    "which is the scale of the GradScaler",
+    "which is the scale of the GradScaler; it was not taken off, as scaler.step(optimizer) does",
     "Reordered": "step 1: 2 of 6 gradients are too far from the reference, most of all ",
     "Compressed": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
     "OtherSamplesOnShards": "step 1: gradients differ between ranks that hold the same: ",

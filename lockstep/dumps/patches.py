@@ -98,17 +98,22 @@ def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
-def see_asking(see: Callable[[int], None]) -> Undo:
-    """`see` is given 1 before torch.autograd.grad, which a loop may ask for gradients such as those of each of its tasks, and -1 after it."""
+ASKED: list[
+    list[torch.Tensor]
+] = []  # of each call of torch.autograd.grad that runs: what it gives the gradients of
+
+
+def see_asking() -> Undo:
+    """Lets ASKED tell of torch.autograd.grad, which a loop may ask for gradients such as those of each of its tasks."""
     real = torch.autograd.grad
 
     @functools.wraps(real)
-    def grad(*arguments: Any, **options: Any) -> Any:
-        see(1)
+    def grad(outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        ASKED.append([one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)])
         try:
-            return real(*arguments, **options)
+            return real(outputs, inputs, *arguments, **options)
         finally:
-            see(-1)
+            ASKED.pop()
 
     return replace(torch.autograd, "grad", grad)
 

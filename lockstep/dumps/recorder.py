@@ -101,7 +101,9 @@ class Recorder:
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
         self.compiled, self.model_compiled = False, False
-        self.asking = 0  # inside of torch.autograd.grad
+        self.asking: list[
+            bool
+        ] = []  # inside of torch.autograd.grad: whether for gradients that weights may get
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
@@ -130,7 +132,7 @@ class Recorder:
         self.removing.append(patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin))
         self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
-        self.removing.append(patches.see_asking(self._see_asking))
+        self.removing.append(patches.see_asking())
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -250,14 +252,15 @@ class Recorder:
     def _see_reduction(self, number: int) -> None:
         self.reduced += number
 
-    def _see_asking(self, by: int) -> None:
-        self.asking += by
-
     def _counts(self, number: int) -> bool:
         """Whether what arrives now in a micro batch counts: what torch.autograd.grad asked for does, unless a backward pass comes, too."""
         about = self.micro[number]
-        if self.asking:
-            about["asked"] = about["asked"] or not about["used"]
+        if patches.ASKED:
+            own = {id(one) for one in self.model.parameters()}
+            # A leaf that is no parameter is a batch, which an attack changes by its gradient.
+            of_batch = all(one.is_leaf and id(one) not in own for one in patches.ASKED[-1])
+            about["elsewhere"] |= of_batch
+            about["asked"] = not of_batch and (about["asked"] or not about["used"])
             return about["asked"]
         if about["asked"]:
             self.kept.forget(f"backward/{number}/")
@@ -524,6 +527,9 @@ class Recorder:
         if not self.arrived_since:
             for about in self.micro:
                 about["elsewhere"] = False
+        # A forward pass may have unfrozen some.
+        trained = {name for name in self.frozen if own[name].requires_grad and own[name].grad is not None}
+        self.frozen = {name: was for name, was in self.frozen.items() if name not in trained}
         changed = next((name for name, was in self.frozen.items() if digest_of(own[name]) != was), None)
         if changed is not None:
             self.give_up(f"{changed} requires no gradient, and is not what it was when the step began")

@@ -247,6 +247,9 @@ class Weighed:
         if not why and factor < 1 and not self.ranks[0].clips:
             why = "; no clipping by a norm was seen"
         entered = self._entered(known)
+        scale = self.micro[0].about.scale
+        if scale != 1 and math.isclose(factor, scale, rel_tol=self.verdict.tolerated_weights):
+            entered = "; it was not taken off, as scaler.step(optimizer) does"
         if entered == BEGUN:
             entered += self._stepped_too_often(factor)
         return f"the gradient{of} is {factor:.7g} times that of {weighting.label}{why}{entered}"
