@@ -11,6 +11,7 @@ from programs import in_process
 from ranks import CAPTURED, run_ranks
 from safetensors import safe_open
 
+from lockstep.dumps import step_file
 from lockstep.dumps.dump import Dump
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import require_new_folder
@@ -103,3 +104,11 @@ def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
     done = in_process("lockstep/reference.py", *small_dumps.FLAGS, *folders)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "parameter/model.norm.weight is damaged" in done.stderr and not (tmp_path / "replay_ddp").exists()
+
+
+def test_copies_that_differ_are_those_that_were_not_written():
+    """Ranks take turns in writing what they all hold. What was written is judged."""
+    mine, other = (step_file.Part((0,), (4,), sha) for sha in ("mine", "other"))
+    written = step_file.Part((0,), (4,), "other", checksum=7)
+    assert step_file.merge("x", [[mine], [written], [mine], [other]], (4,), 4) == (7, [0, 2])
+    assert step_file.merge("x", [[other], [written], [other], [other]], (4,), 4) == (7, [])

@@ -241,7 +241,7 @@ class Case:
         return [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in range(size)]
 
     def odd_ranks(self, name: str) -> list[int]:
-        """The ranks whose copy of a part differs from that of other ranks."""
+        """The ranks whose copy of a part differs from the one that was written, which is judged."""
         return self.entry["replicas_differ"].get(name, [])
 
     # The model

@@ -8,6 +8,7 @@ import torch
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
 
@@ -81,10 +82,11 @@ def other_weights(case: Case) -> Cause | None:
             case.factor([case.rows[key]]) is not None
         )  # such as one left out: it says nothing about the weight before
         if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
-            off = f"{case.rows[key].distance.relative:.1e}"
+            off, odd = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
+            others = f"; ranks {and_more([*map(str, odd)])} have another" if odd else ""
             return Cause(
                 "weights",
-                f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not",
+                f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not{others}",
             )
         if case.odd_ranks(key) and not any(map(case.odd_ranks, inner)):
             return Cause(

@@ -185,7 +185,7 @@ def _runs(
 def merge(
     name: str, parts_by_rank: list[list[Part]], full_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, list[int]]:
-    """(checksum of the full tensor, ranks whose part differs from another rank's at the same place).
+    """(checksum of the full tensor, ranks whose part differs from the one that was written for the same place).
 
     Raises ValueError unless the written parts cover the full tensor exactly once.
     """
@@ -201,10 +201,7 @@ def merge(
         raise ValueError(
             f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts"
         )
-    digests: dict[tuple, str] = {}
-    odd = set()
-    for rank, parts in enumerate(parts_by_rank):
-        for part in parts:
-            if digests.setdefault((part.start, part.shape), part.sha256) != part.sha256:
-                odd.add(rank)
+    every = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
+    digests = {(part.start, part.shape): part.sha256 for _, part in every if part.checksum is not None}
+    odd = {rank for rank, part in every if part.sha256 != digests[part.start, part.shape]}
     return sum(each for _, _, each in written) % 2**64, sorted(odd)

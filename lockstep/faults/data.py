@@ -135,7 +135,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
 
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
-    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not",
+    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not; ranks 0 and 2 have another",
     first="forward/model.layers.1.input_layernorm",
     axes=("tp",),
     precisions=WEIGHTS_IN_FP32,

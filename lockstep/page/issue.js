@@ -30,15 +30,20 @@ function issueVerdicts() {
     const further = place === Object.keys(view.counts).length - 1 && view.further ? `; ${view.further}` : "";
     return `| ${page.kind === "recording" ? "the run" : `${labelOf(number)}: ${view.verdict}`} | ${way} | ${far} of ${judged}${further} | ${farthest} |`;
   }));
-  return lines.length ? ["| run | computed | wrong tensors | farthest, in times of what is tolerated |", "|---|---|---|---|", ...lines, ""] : [];
+  return lines.length ? ["| run | computed | wrong tensors | largest error / tolerated |", "|---|---|---|---|", ...lines, ""] : [];
 }
 
 function issueTitle() {
   const number = page.views.findIndex((view) => view.first);
-  if (page.kind === "recording" && page.verdict !== "PASS") return `${page.lead.split("; ")[0].slice(0, 160)} (${page.title})`;
+  if (page.kind === "recording" && page.verdict !== "PASS") return `${withoutNumbers(page.lead)} (${page.title})`;
   if (number < 0) return `Lockstep: ${page.verdict}: ${page.title}`;
   const { first: [step, name], causes: [cause] } = page.views[number];
   return `${name} is wrong in step ${step}, ${labelOf(number)}${cause ? `: ${cause[0]}` : ""}: ${page.title}`;
+}
+
+/** What a sentence says is wrong, before how much. */
+function withoutNumbers(sentence) {
+  return sentence.split("; ")[0].replace(/: relative error.*/, "").replace(/ \([^()]* times what .*\).*/, "");
 }
 
 /** The tensors of a run that are wrong by themselves in its first wrong step, and how many others are wrong. */
@@ -55,7 +60,7 @@ function issueLines(view) {
   for (const [name] of wrong) names.delete(`${step} ${name}`);
   return [...lines,
     ...(wrong.length > LISTED ? [`| ${run} | ${step} | and ${wrong.length - LISTED} more | |`] : []),
-    ...(names.size ? [`| ${run} | | ${names.size.toLocaleString("en")} more are wrong, in all steps | they follow from these, or are the same in a later step |`] : [])];
+    ...(names.size ? [`| ${run} | | ${names.size.toLocaleString("en")} further wrong in all steps | they follow from these, or are the same in a later step |`] : [])];
 }
 
 function errorText(row) {

@@ -166,7 +166,7 @@ function buildTools() {
   const input = el("input", { type: "file", accept: ".html,text/html", hidden: true, id: "other", "aria-label": "Another report.html", onchange: () => input.files.length && layOver(over, input.files[0]) });
   document.getElementById("tools").append(
     el("button", { type: "button", id: "issue", onclick: () => openIssue() }, "Copy as issue"),
-    el("button", { type: "button", onclick: () => input.click() }, "Lay another report over this one"), input,
+    el("button", { type: "button", onclick: () => input.click() }, "Compare with another report"), input,
     el("button", { type: "button", onclick: () => print() }, "Print"));
 }
 

@@ -38,7 +38,7 @@ function ranksText(view, step, name, row) {
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
   const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
   const also = others.length === 1 ? "has another copy" : "have other copies";
-  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged and may be right or wrong`;
+  if (row.far) return `${page.kind === "recording" ? "no rank alone: " : ""}${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
   if (page.kind === "recording") return `no rank alone: ${ranksAt(view, others)} ${also} than ${listed(same)}${where}, and no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
@@ -58,7 +58,7 @@ function farText(view, step, name, row) {
   const odd = oddOf(view, step, page.names[name]);
   if (held.length === 1) {
     const { ranks } = held[0];
-    if (odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}`;
+    if (odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}${sinceText(view, step)}`;
     if (all === 1) return "";
     return ranks.length === all ? "no rank alone: each has the same wrong copy" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
   }
@@ -80,9 +80,13 @@ function alikeText(view, step, row) {
   const ranksOf = (shares) => shares.map(([rank]) => Number(rank));
   const [far, right] = [row.ranks.filter(isFar), row.ranks.filter((one) => !isFar(one))];
   if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `no rank alone: wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
-  const before = page.kind === "recording" ? page.views[view].differing.find(([at, name]) => at < step && kindOf(name) === "update") : null;
-  const why = before ? `; but weights of the ranks differ since step ${before[0]}, and the reference has those of rank 0` : "";
-  return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${why}`;
+  return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${sinceText(view, step)}`;
+}
+
+/** Where the weights of the ranks were not the same before a step, an error may be that of the reference's copy. */
+function sinceText(view, step) {
+  const before = page.views[view].differing.find(([at, name]) => at < step && /^(update|parameter)\//.test(name));
+  return before ? `; but weights of the ranks differ since step ${before[0]}, and the reference has the copy that was judged there` : "";
 }
 
 const MOSTLY = 0.9; // of the squared error, in one shard
@@ -288,10 +292,10 @@ function drawPicture(view, name, row) {
   paint();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
   const lowest = picture.largest * 10 ** -DECADES;
-  const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|");
+  const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|, on a logarithmic scale");
   const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${names.slice(0, -1).join(", then ")}, one after the other.`) : null;
   const divided = heads ? el("p", { class: "at" }, `${heads.parts.length > 1 ? `${heads.parts.join(", ")}: ` : ""}${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(names[heads.dim], 2)}, divided by dotted lines.`) : null;
-  return el("div", {}, canvas, counted ? null : scale, at, divided, laid);
+  return el("div", {}, at, canvas, counted ? null : scale, divided, laid);
 }
 
 /** The rows of a block, in the indices of the leading dims. */

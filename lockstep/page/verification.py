@@ -7,7 +7,6 @@ from statistics import fmean
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.dump import Dump, Dumps, number_of_elements
 from lockstep.ground import origin
-from lockstep.ground.words import and_more
 from lockstep.page.payload import HEADS, Losses, Page, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.plan.config import BASELINE
@@ -90,14 +89,14 @@ def _view(result: Result, name: str, run: Findings) -> View:
     further: dict[str, list[str]] = {}
     for step, _, tensor, _ in run.failures:
         if (step, tensor) not in far:
-            what = "near enough, but not the same on all ranks" if (step, tensor) in copies else "also wrong"
-            further.setdefault(what, []).append(f"{tensor} in step {step}")
+            what = "not the same on all ranks" if (step, tensor) in copies else "other numbers wrong"
+            further.setdefault(what, []).append(tensor)
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further="; ".join(f"{what}: {and_more(names)}" for what, names in further.items()),
+        further="; ".join(f"{len(names)} {what}" for what, names in further.items()),
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],

@@ -101,8 +101,10 @@ class Judgement:
 
     @property
     def multiple(self) -> float:
-        """The larger of the two errors, or the factor, in units of its tolerance; above 1 is too far."""
-        return max(self._of_distance, 0.0 if self.factor is None else self.factor.multiple)
+        """The larger of the two errors in units of its tolerance, or the factor that its distance hides; above 1 is too far."""
+        if self.factor is None or self.is_far:
+            return self._of_distance
+        return max(self._of_distance, self.factor.multiple)
 
     @property
     def _of_distance(self) -> float:
