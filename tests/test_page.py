@@ -14,11 +14,13 @@ from page_size import large
 from ranks import run_groups
 
 from lockstep import compare, judge
+from lockstep.dumps.dump import Dump
 from lockstep.ground import files
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
 from lockstep.page.recording import _when
 from lockstep.verdict import judgement
+from lockstep.verdict.loss_tolerance import floors, tokens_per_step
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 
 WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
@@ -70,7 +72,7 @@ def recordings(tmp_path_factory):
     return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
 
 
-def test_a_comparison_in_numbers(failed):
+def test_a_comparison_in_numbers(failed, dumps):
     content = payload(failed)
     assert (content["kind"], content["verdict"]) == ("verification", "FAIL")
     assert [view["verdict"] for view in content["views"]] == ["PASS", "FAIL"]
@@ -80,6 +82,12 @@ def test_a_comparison_in_numbers(failed):
     assert dict(content["found_out"])["versions"].startswith("torch")
     assert content["heads"] == {"": [4, 2, None, 64]}
     assert content["losses"]["labels"] == [view["label"] for view in content["views"]]
+    # The noise floor is that of the tokens of the captured batch which are rounded independently.
+    ddp = Dump(dumps / "ddp")
+    captured = [step for number, step in ddp.steps.items() if number != "0"]
+    assert 1 <= captured[0]["independent_tokens"] <= tokens_per_step(ddp.run["config"])
+    assert content["losses"]["floor"] == pytest.approx(floors(ddp.run, captured)[0], rel=1e-3)
+    assert content["losses"]["floor"] > floors(ddp.run, [{**captured[0], "independent_tokens": None}])[0]
     for table in content["tables"]:
         assert {len(column) for column in (table["names"], *table["columns"].values())} == {178}
     table, place = row_of(content, 1, 1, WRONG)

@@ -176,6 +176,7 @@ class Capture:
             "grad_norm",
             "learning_rate",
             "batch_hash",
+            "independent_tokens",
             "started_from",
             "regrets",
             "lowered",

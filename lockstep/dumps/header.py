@@ -118,6 +118,8 @@ class Step(Strict):
     rank_losses: Annotated[list[Loss], Field(min_length=1)]
     grad_norm: Norm  # of the whole model's averaged gradient, before clipping
     batch_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    # Of the tokens of the global batch, by their rounding errors (lockstep/inputs/data.py)
+    independent_tokens: Annotated[Finite, Field(ge=1)] | None = None
 
 
 def is_finite(step: Mapping[str, Any]) -> bool:

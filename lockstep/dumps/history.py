@@ -98,9 +98,6 @@ class Step(header.Step):
     step: Count
     learning_rate: NotNegative
     tokens: Count  # of the global batch
-    independent_tokens: Annotated[Finite, Field(ge=1)] | None = (
-        None  # of those, by their rounding errors (lockstep/inputs/data.py)
-    )
     seconds: NotNegative
     group_norms: dict[Name, header.Norm] | None = (
         None  # of the gradient of each group of parameters (--group_norms)

@@ -112,13 +112,14 @@ def _view(result: Result, name: str, run: Findings) -> View:
 
 def _losses(result: Result) -> Losses:
     """The losses of the captured steps; what is tolerated of the mean over ranks follows from what is of each."""
-    runs = [(name, run.dump.steps.items()) for name, run in result.runs.items()]
-    found = _curves(
-        {
-            name: (result.label(name), [step for number, step in steps if number != "0"])
-            for name, steps in runs
-        }
-    )
+    steps = {
+        name: [step for number, step in run.dump.steps.items() if number != "0"]
+        for name, run in result.runs.items()
+    }
+    found = _curves({name: (result.label(name), of_run) for name, of_run in steps.items()})
+    if result.has_reference:
+        baseline = result.baseline
+        found.floor = short(floors(result.runs[baseline].dump.run, steps[baseline])[0])
     for step in found.steps:
         of = [one for one in result.losses if one.step == step]
         alike = of and not any(any(one.moved.values()) for one in of)
@@ -130,7 +131,7 @@ def losses_of(judged: Judged) -> Losses:
     found = _curves({name: (one.run["label"], one.steps) for name, one in judged.histories.items()})
     if BASELINE in judged.histories:
         baseline = judged.histories[BASELINE]
-        found.floor = short(floors(baseline)[0])
+        found.floor = short(floors(baseline.run, baseline.steps)[0])
         if judged.control:
             found.control = [*map(short, map(loss_gap, baseline.steps, judged.control.steps))]
     if judged.tolerance:

@@ -160,7 +160,7 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
     UserError if there is neither a rule nor a control run, and if the control run is not this run's.
     """
     rule, noise, norm_noise = rule_and_noise(baseline)
-    fixed = derived(rule, floors(baseline)) if rule else None
+    fixed = derived(rule, floors(baseline.run, baseline.steps)) if rule else None
     if control is None:
         if fixed is None:
             precision = baseline.run["config"]["precision"]

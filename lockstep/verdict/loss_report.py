@@ -187,7 +187,7 @@ def _draw_differences(
     styles: dict[str, Style],
 ) -> None:
     steps = histories[BASELINE].steps
-    floor = floors(histories[BASELINE])[0]
+    floor = floors(histories[BASELINE].run, histories[BASELINE].steps)[0]
     lines: list[tuple[str, Sequence[float], Style]] = []
     for name, history in histories.items():
         gaps = [*map(loss_gap, steps, history.steps)]

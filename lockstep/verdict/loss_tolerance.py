@@ -8,7 +8,7 @@ runs do and how the bounds of a control run were chosen.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.dumps.history import History
@@ -124,23 +124,19 @@ def derived(rule: Rule, noise: list[float]) -> Tolerance:
     )
 
 
-def floors(baseline: History) -> list[float]:
+def floors(run: dict, steps: Sequence[dict]) -> list[float]:
     """By how much rounding alone may move the loss of each step (nats), with the weights of the first.
 
     What is rounded are the losses of the ranks. Of unequal numbers of labels, one may be a binade above the mean.
     """
-    first, config, ranks = (
-        baseline.steps[0]["loss"],
-        baseline.run["config"],
-        baseline.steps[0]["rank_losses"],
-    )
+    first, ranks = steps[0]["loss"], steps[0]["rank_losses"]
     ulps = MEAN_ULPS if len(ranks) > 1 else RANK_ULPS
 
     def of_step(tokens: float) -> float:
-        noise = (loss_noise(baseline.run, first, loss, tokens, ulps=ulps) for loss in ranks)
+        noise = (loss_noise(run, first, loss, tokens, ulps=ulps) for loss in ranks)
         return math.hypot(*noise) / math.sqrt(len(ranks))
 
-    return [of_step(step.get("independent_tokens") or tokens_per_step(config)) for step in baseline.steps]
+    return [of_step(step.get("independent_tokens") or tokens_per_step(run["config"])) for step in steps]
 
 
 def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
@@ -149,7 +145,7 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
     precision = config["precision"]
     fresh = is_fresh(baseline.run, step["loss"])
     rule = RULES.get(precision) if fresh or precision == "fp32" else None
-    floor = floors(baseline)[0]
+    floor = floors(baseline.run, baseline.steps)[0]
     norm = RULES[precision].first_grad_norm if precision in RULES else FIRST_GRAD_NORM_BF16
     unit_roundoff = (
         2.0**-24 if precision == "fp32" else 2.0**-8
