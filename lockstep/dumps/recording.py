@@ -512,6 +512,11 @@ class Recording:
             )
         return result, odd
 
+    def batch(self, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
+        """What a rank's model was called with in a micro batch, and what the loop noted for it."""
+        names = self.steps[step - 1][rank].micro_batches[number].tensors
+        return {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in names}
+
     def micro_batches(self, step: int) -> list[Called]:
         """The micro batches of a step. Those that several ranks were called with, bit for bit and in the same place, are one."""
         found: list[Called] = []
@@ -519,7 +524,7 @@ class Recording:
             for number, micro in enumerate(about.micro_batches):
                 if micro.elsewhere:
                     continue
-                tensors = {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in micro.tensors}
+                tensors = self.batch(step, rank, number)
                 same = next(
                     (one for one in found if one.number == number and one.has_same(tensors, micro)), None
                 )

@@ -171,7 +171,8 @@ function dimNames(name, shape) {
   if (kind === "batch" && shape.length === 2) return ["sample", "position"];
   if (shape.length === 1) return ["element"];
   if (shape.length === 2) return ["row", "column"];
-  if (page.kind === "verification" && shape.length === 3 && !OF_WEIGHTS.has(kind)) return ["sample", "position", "column"];
+  const ofTokens = page.kind === "verification" || page.tokens.every((size, dim) => size === shape[dim]) && page.tokens.length;
+  if (ofTokens && shape.length === 3 && !OF_WEIGHTS.has(kind)) return ["sample", "position", "column"];
   return shape.map((_, dim) => (dim === shape.length - 1 ? "column" : `slice along dim ${dim}`));
 }
 

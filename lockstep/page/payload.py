@@ -119,6 +119,7 @@ class Page:
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
+    tokens: Sequence[int] = ()  # of a recording's micro batch of ids: samples, positions
     command: str = ""  # that made the recorded run, or the comparison
     tolerance: str = ""  # why as much is tolerated
     ways: dict[str, str] = field(default_factory=lambda: WAYS)

@@ -37,6 +37,8 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         tolerance=f"One process in the run's own dtypes is the yardstick: the run may be {MULTIPLE} times as far away from the reference as that is. "
         "An update may be off by a few ulps.",
     )
+    ids = [one for one in recording.batch(1, 0, 0).values() if one.ndim == 2 and not one.is_floating_point()]
+    page.tokens = ids[0].shape if ids else ()
     for name, module in model.named_modules():
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
