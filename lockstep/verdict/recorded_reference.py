@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
+from lockstep.dumps.kept import restore_generators
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
@@ -263,9 +264,7 @@ class Reference(Passes):
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
         signature = inspect.signature(self.model.forward)
         known = signature.parameters
-        given |= {name: one for name, one in called.instead.items() if name in known}
-        if "use_cache" in known:
-            given["use_cache"] = False
+        given |= {name: one for name, one in {"use_cache": False, **called.instead}.items() if name in known}
         self._restore_state()
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
@@ -274,6 +273,7 @@ class Reference(Passes):
         bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
         if called.random is not None:
             torch.set_rng_state(called.random)
+        restore_generators(called.about.generators)
         self.called = called
         output = self.model(*bound.args, **bound.kwargs, **given)
         draws.require_called(self.dropping, self.hooks.calls)
