@@ -1836,7 +1836,7 @@ class AdversaryEachTimeSummed(AdversaryEachTime):
 
 
 class DrawnElsewhere(Own):
-    """A layer is dropped by Python's generator, and numpy's makes noise."""
+    """Layers are scaled by Python's generator, and numpy's makes noise."""
 
     def made(self):
         random.seed(self.rank)
@@ -1847,10 +1847,21 @@ class DrawnElsewhere(Own):
 class Dropped(Heads):
     factor = 1.0
 
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Jittered(8, 8) for _ in range(2))
+
+    def forward(self, values):
+        inside = torch.tanh(self.body(values)) * self.factor
+        for layer in self.layers:
+            inside = layer(inside)
+        return self.one(inside), self.two(inside)
+
+
+class Jittered(nn.Linear):
     def forward(self, values):
         noise = torch.from_numpy(np.random.randn(8)).float()
-        inside = torch.tanh(self.body(values)) * random.uniform(0.5, 1.5) * self.factor + noise
-        return self.one(inside), self.two(inside)
+        return super().forward(values).square() * random.uniform(0.5, 1.5) + noise
 
 
 class DrawnOnOneRank(DrawnElsewhere):
@@ -1971,6 +1982,35 @@ class NotSummed(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
         return outputs.to_local()
+
+
+class ShardReturned(RowsNotSummed):
+    """The loop is given a rank's own classes."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 4))
+
+    def wrap(self, net):
+        return parallelize_module(
+            net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Shard(-1))}
+        )
+
+    def own_loss(self, given):
+        return self.wrapped(given[0]).square().mean()
+
+
+class AdapterByRank(Own):
+    """Another part of the model is frozen on each rank."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+    def wrap(self, net):
+        net[self.rank].requires_grad_(False)
+        return net
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
 class LabelledByTheClasses(Labelled):

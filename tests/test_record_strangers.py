@@ -137,6 +137,7 @@ WRONG = {
     "ZerosOnOneRank": "step 1: two.weight has a gradient, of zeros, on some ranks, and none on rank 0: its optimizer does not step it",
     "HookOnAWeight": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
     "RowsNotSummed": "step 1: forward/3 (micro batch 0, rank ",
+    "AdapterByRank": "step 1: gradients are required on some ranks alone: not that of 0.bias and 3 more on rank 0",
     "LabelledByTheClasses": "step 1: the gradient is 0.1428571 times that of the mean over all tokens of the global batch, which is 1 / the classes",
     "LabelledByTheLast": "step 1: the gradient is ",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
@@ -150,6 +151,7 @@ REFUSED = {
     "Complex": "weight is complex",
     "Hooked": "the weight that the hook SpectralNorm of the model computes before each call cannot be computed again",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
+    "ShardReturned": "what the model returns as 0 is of shape (4, 2) in the run, and (4, 4) in one process, so each rank is given a shard of it",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
     "LossIsNone": "--loss: the function must return a scalar tensor",
 }
@@ -222,6 +224,11 @@ def test_the_loss_says_what_was_not_judged(judged, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"PASS: 2 steps{NOT_JUDGED}"
     assert judge.main([str(judged / "HeadTimesWorld"), "--loss", f"{record_strangers.__file__}:none"]) == 2
     assert "has no function or class none" in capsys.readouterr().err
+
+
+def test_units_draw_the_same_numbers_again(judged):
+    assert judge.main([str(judged / "DrawnElsewhere"), "--memory", "1e-9"]) == 0
+    assert judge.main([str(judged / "DrawnOnOneRank"), "--memory", "1e-9"]) == 1
 
 
 def test_the_models_of_a_step_are_freed(judged):

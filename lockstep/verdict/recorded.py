@@ -172,7 +172,12 @@ class _Step:
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
         ranks.judge_modes()
-        if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
+        if (
+            ranks.untied(weights)
+            or ranks.frozen_apart()
+            or ranks.clipped_in_parts(gradients)
+            or ranks.parted()
+        ):
             return verdict
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)

@@ -295,6 +295,19 @@ class Ranks:
             )
         return bool(new)
 
+    def frozen_apart(self) -> bool:
+        """Whether a parameter requires a gradient on some ranks alone."""
+        frozen = [set(one.frozen) for one in self.ranks.values()]
+        odd = sorted(frozen[0].union(*frozen) - frozen[0].intersection(*frozen))
+        if odd:
+            alone = ", ".join(
+                str(rank) for rank, names in zip(self.ranks, frozen, strict=True) if odd[0] in names
+            )
+            self.verdict.wrong.append(
+                f"gradients are required on some ranks alone: not that of {and_more(odd)} on rank {alone}"
+            )
+        return bool(odd)
+
     def parted(self) -> bool:
         """Whether ranks that share out what a module returns were called with different micro batches."""
         for called in self.micro:

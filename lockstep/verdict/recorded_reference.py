@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
-from lockstep.dumps.kept import restore_generators
+from lockstep.dumps.kept import generators, restore_generators
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
@@ -147,11 +147,13 @@ class Reference(Passes):
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
         before = Counter(self.hooks.calls), self.mode.calls, self.mode.draws
+        states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
             now = self.hooks.calls, self.mode.calls, self.mode.draws
             self.hooks.calls, self.mode.calls, self.mode.draws = Counter(before[0]), *before[1:]
+            restore_generators(states)
             TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
             try:
                 yield
@@ -394,6 +396,12 @@ class Reference(Passes):
             returned = {name: called.piece.cut(one) for name, one in returned.items()}
         begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
         begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
+        for name, one in begun.items():
+            if one.shape != returned[name].shape:
+                raise UserError(
+                    f"what the model returns as {name} is of shape {tuple(one.shape)} in the run, and {tuple(returned[name].shape)} in one process, "
+                    "so each rank is given a shard of it; return the whole, or a DTensor"
+                )
         torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
         return returned[next(iter(begun))] if len(begun) == 1 else None
 
