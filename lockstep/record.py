@@ -93,9 +93,11 @@ class _Finding:
 
         from lockstep.dumps import patches, tree
         from lockstep.dumps.recorder import Recorder
+        from lockstep.dumps.whole_run import Loaders
 
         self.recorder: Recorder | None = None
         self.updating = False
+        self.loaders = Loaders()
         self.in_closure: torch.nn.Module | None = (
             None  # called inside of an optimizer's step, whose begin was missed
         )
@@ -121,7 +123,7 @@ class _Finding:
         def record(module: torch.nn.Module) -> None:
             if self.recorder is not None:
                 self.recorder.discard()
-            self.recorder = Recorder(module, output, steps, modules)
+            self.recorder = Recorder(module, output, steps, modules, self.loaders)
 
         def begins(*_: Any) -> None:
             self.updating = True
@@ -152,6 +154,7 @@ class _Finding:
         self._restore()
         if self.recorder is not None:
             self.recorder.stop()
+        self.loaders.close()
 
 
 def _is_part_of(part: "torch.nn.Module", module: "torch.nn.Module") -> bool:

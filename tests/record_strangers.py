@@ -4,19 +4,22 @@
 """
 
 import contextlib
+import copy
 import functools
 import io
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from record_bugs import IGNORED, VOCABULARY, MicroMeans, Scaled, averaged, tiny
+from record_bugs import IGNORED, VOCABULARY, MicroMeans, Right, Scaled, averaged, tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -1504,12 +1507,12 @@ class Copies(Own):
         self.net.zero_grad()
 
     def update(self):
-        for copy, one in zip(self.copies, self.net.parameters(), strict=True):
-            copy.grad, one.grad = one.grad.float(), one.grad if self.kept else None
+        for own, one in zip(self.copies, self.net.parameters(), strict=True):
+            own.grad, one.grad = one.grad.float(), one.grad if self.kept else None
         super().update()
         with torch.no_grad():
-            for copy, one in zip(self.copies, self.net.parameters(), strict=True):
-                one.copy_(copy)
+            for own, one in zip(self.copies, self.net.parameters(), strict=True):
+                one.copy_(own)
 
 
 class CopiesWithGradients(Copies):
@@ -1764,6 +1767,270 @@ class Causal(nn.Module):
                 seen = seen * (documents[:, None] == documents[..., None])
             hidden = hidden + torch.tanh(layer(seen @ hidden / seen.sum(-1, keepdim=True)))
         return self.head(hidden)
+
+
+class MeanTeacher(Own):
+    """A cross-entropy and a distillation from an average of the weights, which is all but the model: less than a thousandth of the gradient."""
+
+    def made(self):
+        return nn.Linear(6, 40)
+
+    def sample(self, generator):
+        return vectors(generator), classes(generator, 40)
+
+    def wrap(self, net):
+        self.teacher = copy.deepcopy(net)
+        return super().wrap(net)
+
+    def own_loss(self, given):
+        values, labels = given
+        own, other = self.wrapped(values), self.teacher(values).detach()
+        apart = F.kl_div(own.log_softmax(-1), other.log_softmax(-1), log_target=True, reduction="batchmean")
+        return F.cross_entropy(own, labels) + apart
+
+    def after(self):
+        with torch.no_grad():
+            for one, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                one.lerp_(own, 0.1)
+
+
+class ReducedInBfloat16(Own):
+    """As FSDP2 does where it computes in bfloat16. One row of the table is used once: its own gradient has no rounding error."""
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def made(self):
+        return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 3))
+
+    def sample(self, generator):
+        return torch.randperm(12, generator=generator)[:4], classes(generator, 3)
+
+    def wrap(self, net):
+        return fully_shard(net, mp_policy=self.policy)
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).float(), given[1])
+
+
+class ReducedInBfloat16ByHand(ReducedInBfloat16):
+    """Where FSDP2 was told to reduce in float32, so that it is a bug."""
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def reduce(self):
+        for one in self.net.parameters():
+            own = one.grad.to_local()
+            own.copy_((own * 1.01).bfloat16())
+
+
+class AdversaryEachTime(Adversary):
+    """Gradients are accumulated while the other model is trained after each micro batch."""
+
+    micro = 3
+
+
+class AdversaryEachTimeSummed(AdversaryEachTime):
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad *= self.world
+
+
+class DrawnElsewhere(Own):
+    """Layers are scaled by Python's generator, and numpy's makes noise."""
+
+    def made(self):
+        random.seed(self.rank)
+        np.random.seed(self.rank)
+        return Dropped()
+
+
+class Dropped(Heads):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Jittered(8, 8) for _ in range(2))
+
+    def forward(self, values):
+        inside = torch.tanh(self.body(values)) * self.factor
+        for layer in self.layers:
+            inside = layer(inside)
+        return self.one(inside), self.two(inside)
+
+
+class Jittered(nn.Linear):
+    def forward(self, values):
+        noise = torch.from_numpy(np.random.randn(8)).float()
+        return super().forward(values).square() * random.uniform(0.5, 1.5) + noise
+
+
+class DrawnOnOneRank(DrawnElsewhere):
+    def made(self):
+        net = super().made()
+        net.factor = 1.0 + self.rank
+        return net
+
+
+class KeepsKeys(Right):
+    """Documents that position_ids tell apart, in a model that keeps keys and values: transformers does not look for them then."""
+
+    LOSS, kept = None, True
+
+    def loss(self, given, tokens):
+        places = torch.arange(given["labels"].shape[1]) % 12
+        inputs = {"input_ids": given["input_ids"], "labels": given["labels"]}
+        inputs["position_ids"] = places.expand_as(given["labels"])
+        return self.wrapped(**inputs, num_items_in_batch=tokens, use_cache=self.kept).loss * self.shares
+
+
+class KeepsNone(KeepsKeys):
+    kept = False
+
+
+class Late(Own):
+    """Each update has the gradient of the step before."""
+
+    last = None
+
+    def reduce(self):
+        own = [one.grad.clone() for one in self.net.parameters()]
+        for one, before in zip(self.net.parameters(), self.last or own, strict=True):
+            one.grad = before.clone()
+        self.last = own
+
+
+class SkippedOnOneRank(StepSkipped):
+    def update(self):
+        if self.step or self.rank == 0:
+            Own.update(self)
+
+
+class ScaledOnOneRank(Own):
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad *= 1 + 0.5 * self.rank
+
+
+class CutOnOneRank(Own):
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad.clamp_(max=(1.0, 0.1)[self.rank])
+
+
+class ReducedFirstAlone(Own):
+    """The micro batches after the first are not reduced."""
+
+    bound = 0.5
+
+    def context(self, number):
+        return self.wrapped.no_sync() if number else contextlib.nullcontext()
+
+
+class BoundByRank(Own):
+    def clip(self):
+        clip_grad_norm_(self.net.parameters(), 0.1)
+        clip_grad_norm_(self.net.parameters(), (0.05, 0.02)[self.rank])
+
+
+class BesideApartClipped(ClippedTogether):
+    """The norms differ, as the other parameter's gradient does."""
+
+    def reduce(self):
+        pass
+
+
+class OneCopyLeft(CopiesWithGradients):
+    def update(self):
+        before = self.net.one.bias.clone()
+        super().update()
+        with torch.no_grad():
+            self.net.one.bias.copy_(before)
+
+
+class ZerosOnOneRank(OneHeadUnused):
+    """Its optimizer's weight decay moves what others leave."""
+
+    def reduce(self):
+        for one in self.net.two.parameters():
+            one.grad = torch.zeros_like(one) if self.rank else None
+
+
+class HookOnAWeight(Own):
+    def wrap(self, net):
+        net.one.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return super().wrap(net)
+
+
+class RowsNotSummed(OnShards):
+    """Each rank has its part of a sum over the columns of the matrix that it has."""
+
+    def made(self):
+        return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def wrap(self, net):
+        mesh = init_device_mesh("cpu", (2,))
+        return parallelize_module(net, mesh, {"1": ColwiseParallel(), "3": NotSummed()})
+
+    def batch(self, number):
+        return self.sample(torch.Generator().manual_seed(number))
+
+    def make_optimizer(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1, foreach=False)
+
+
+class NotSummed(RowwiseParallel):
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        return outputs.to_local()
+
+
+class ShardReturned(RowsNotSummed):
+    """The loop is given a rank's own classes."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 4))
+
+    def wrap(self, net):
+        return parallelize_module(
+            net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Shard(-1))}
+        )
+
+    def own_loss(self, given):
+        return self.wrapped(given[0]).square().mean()
+
+
+class AdapterByRank(Own):
+    """Another part of the model is frozen on each rank."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+
+    def wrap(self, net):
+        net[self.rank].requires_grad_(False)
+        return net
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class LabelledByTheClasses(Labelled):
+    """As reduction="mean" of torch.nn.functional.kl_div divides."""
+
+    factor = 1 / 7
+
+
+class LabelledByTheLast(LabelledTwice):
+    """Divided by the tokens of the last micro batches alone."""
+
+    factor = 1.0
+
+    def batch(self, number):
+        ids, labels = super().batch(number)
+        labels[:, : number % self.micro] = IGNORED
+        return ids, labels
+
+    def tokens(self, window):
+        return super().tokens(window[-1:])
 
 
 class OwnExperts(Own):

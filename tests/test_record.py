@@ -541,6 +541,47 @@ def test_unusual_scripts(tmp_path, capsys, text, status, said):
     assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
 
 
+LOADED = """
+import torch
+import helper
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 4))
+    for (x,) in torch.utils.data.DataLoader(data, 2, sampler={order}):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {step}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "order, step, said",
+    [
+        (list(range(12)), "schedule.step()", ""),
+        (list(range(12)), "helper.step(schedule)", ""),
+        # The loop asks for its first batch before it calls the model.
+        ([*range(6), 2, *range(6, 11)], "schedule.step()", "after 11 different ones, of the 40"),
+        (
+            list(range(12)),
+            "schedule.step(); helper.step(schedule)",
+            "2 times in a step, by __main__ and helper",
+        ),
+    ],
+)
+def test_what_a_loop_goes_over_and_steps(tmp_path, capsys, order, step, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    (tmp_path / "helper.py").write_text("def step(schedule):\n    schedule.step()\n")
+    script.write_text(LOADED.format(order=order, step=step))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == bool(said)
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
 COMPILED = """
 import torch
 class Block(torch.nn.Module):

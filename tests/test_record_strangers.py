@@ -31,6 +31,11 @@ RIGHT = {
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
+    "AdversaryEachTime": f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 6",
+    "MeanTeacher": NOT_SEEN,
+    "ReducedInBfloat16": NOT_SEEN,
+    "DrawnElsewhere": NOT_JUDGED,
+    "KeepsNone": "",
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn"), NOT_JUDGED),
     **dict.fromkeys(
         ("ReducesItself", "OneLeftOut"),
@@ -113,6 +118,28 @@ WRONG = {
     "OwnShardsClipped": "step 1: shards of the gradient have a norm of 0.1 on each rank, so each was clipped by the norm of its own",
     "LabelledByTheMost": "step 1: the gradient is 0.92105",
     "DividedByTheMask": "step 1: the gradient is 0.82608",
+    "AdversaryEachTimeSummed": "step 1: the gradient is 2 times that of what follows from the gradients at the logits, averaged over the ranks",
+    "ReducedInBfloat16ByHand": "step 1: ",
+    "DrawnOnOneRank": "step 1: forward/one (micro batch ",
+    "KeepsKeys": "step 1: the model keeps keys and values, and then computes otherwise, as transformers does not look for documents",
+    "Late": "step 2: the gradient is 1 times that of step 1, and has nothing of its own micro batches: it comes one step late",
+    "SkippedOnOneRank": "step 1: ranks skipped 0, 1 steps before this one: each sets gradients to zero, after clipping, for itself",
+    "ScaledOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
+    "on rank 1 they are 1.5 times as large, so they were changed after they were reduced",
+    "CutOnOneRank": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
+    "most elements of the first are the same on ranks 0 and 1, so it was changed after it was reduced",
+    "ReducedFirstAlone": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
+    "they were not reduced over ranks 0 and 1, or not all of them; on rank 1, the micro batches count 0.5, 0, 0 (rank 0); 0.5, 1, 1 (rank 1)",
+    "BoundByRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
+    "they were clipped to different norms, 0.05 and 0.02",
+    "BesideApartClipped": "step 1: the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks",
+    "OneCopyLeft": "step 1: one.bias is not given another value, though other weights are, as those of the copies",
+    "ZerosOnOneRank": "step 1: two.weight has a gradient, of zeros, on some ranks, and none on rank 0: its optimizer does not step it",
+    "HookOnAWeight": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
+    "RowsNotSummed": "step 1: forward/3 (micro batch 0, rank ",
+    "AdapterByRank": "step 1: gradients are required on some ranks alone: not that of 0.bias and 3 more on rank 0",
+    "LabelledByTheClasses": "step 1: the gradient is 0.1428571 times that of the mean over all tokens of the global batch, which is 1 / the classes",
+    "LabelledByTheLast": "step 1: the gradient is ",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
@@ -124,6 +151,7 @@ REFUSED = {
     "Complex": "weight is complex",
     "Hooked": "the weight that the hook SpectralNorm of the model computes before each call cannot be computed again",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
+    "ShardReturned": "what the model returns as 0 is of shape (4, 2) in the run, and (4, 4) in one process, so each rank is given a shard of it",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
     "LossIsNone": "--loss: the function must return a scalar tensor",
 }
@@ -153,6 +181,8 @@ def test_counts_of_tokens_are_known(judged):
     by_rank = "(the tokens of the first rank x the ranks or the tokens of the rank with the most x the ranks)"
     assert of_all + by_rank in said(judged / "LabelledByTheMost")[1][-1]
     assert of_all + "the tokens of the mask" in said(judged / "DividedByTheMask")[1][-1]
+    last = "which is the tokens of the global batch / the tokens of the last micro batches"
+    assert last in said(judged / "LabelledByTheLast")[1][-1]
     assert "tokens of the mask" not in said(judged / "LabelledByTheMost")[1][-1]
 
 
@@ -160,6 +190,11 @@ def test_what_did_not_move_is_named(judged):
     note = "note: the update did not change two.bias, which has a gradient"
     assert any(note in line for line in said(judged / "OneLeftOut")[1])
     assert not any("did not change" in line for line in said(judged / "ReducesItself")[1])
+
+
+def test_a_hook_on_a_weight_is_named(judged):
+    note = "register_hook has put a hook on it"
+    assert note in said(judged / "HookOnAWeight")[1][-1] and note not in said(judged / "CutOnOneRank")[1][-1]
 
 
 def test_a_hook_is_named(judged):
@@ -189,6 +224,11 @@ def test_the_loss_says_what_was_not_judged(judged, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"PASS: 2 steps{NOT_JUDGED}"
     assert judge.main([str(judged / "HeadTimesWorld"), "--loss", f"{record_strangers.__file__}:none"]) == 2
     assert "has no function or class none" in capsys.readouterr().err
+
+
+def test_units_draw_the_same_numbers_again(judged):
+    assert judge.main([str(judged / "DrawnElsewhere"), "--memory", "1e-9"]) == 0
+    assert judge.main([str(judged / "DrawnOnOneRank"), "--memory", "1e-9"]) == 1
 
 
 def test_the_models_of_a_step_are_freed(judged):

@@ -1,7 +1,9 @@
 """The tensors that a rank keeps of one step: its blocks of each, where they lie in the whole, and what has changed since the step before."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -90,3 +92,18 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
+
+
+def generators() -> dict[str, list[Any]]:
+    """The states of Python's generator and of numpy's, which a forward pass may draw from."""
+    version, words, normal = random.getstate()
+    kind, state, *others = np.random.get_state()
+    return {"random": [version, list(words), normal], "numpy": [kind, np.asarray(state).tolist(), *others]}
+
+
+def restore_generators(states: dict[str, list[Any]]) -> None:
+    if "random" in states:
+        version, words, normal = states["random"]
+        random.setstate((version, tuple(words), normal))
+    if "numpy" in states:
+        np.random.set_state(tuple(states["numpy"]))

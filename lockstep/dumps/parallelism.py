@@ -39,12 +39,13 @@ def autocast_of(model: torch.nn.Module) -> str | None:
     return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
-def param_dtype_of(model: torch.nn.Module) -> str | None:
-    """The dtype that FSDP2 gives parameters for the forward and the backward pass, or None."""
+def dtypes_of(model: torch.nn.Module) -> dict[str, str]:
+    """The dtypes that FSDP2 gives parameters for the forward and the backward pass, and reduces gradients in, but for their own."""
     if not isinstance(model, FSDPModule):
-        return None  # the parameters' own
-    dtype = model._get_fsdp_state()._mp_policy.param_dtype
-    return None if dtype is None else str(dtype)
+        return {}
+    policy = model._get_fsdp_state()._mp_policy
+    found = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype or policy.param_dtype}
+    return {name: str(dtype) for name, dtype in found.items() if dtype is not None}
 
 
 def tf32() -> list[str]:

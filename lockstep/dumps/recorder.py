@@ -46,12 +46,12 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
-from lockstep.dumps.kept import Kept, copied, digest_of
+from lockstep.dumps.kept import Kept, copied, digest_of, generators
 from lockstep.dumps.model_outputs import map_left, mapped, outputs_of
 from lockstep.dumps.module_hooks import Hook, ModuleHooks
 from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
-from lockstep.dumps.whole_run import WholeRun
+from lockstep.dumps.whole_run import Loaders, WholeRun
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
@@ -91,7 +91,14 @@ class Recorder:
     parameters have no names, and for a model that cannot be built again.
     """
 
-    def __init__(self, model: torch.nn.Module, folder: Path, steps: int = STEPS, modules: str = EVERY_MODULE):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        folder: Path,
+        steps: int = STEPS,
+        modules: str = EVERY_MODULE,
+        loaders: Loaders | None = None,
+    ):
         self.model, self.folder, self.steps, self.modules = tree.inner(model), folder, steps, modules
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
@@ -114,7 +121,7 @@ class Recorder:
         self.skipped = 0  # windows of micro batches before this step
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
-        self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model)
+        self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model, loaders)
         call = Hook(self._see_call)
         self.calls = self.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True)
         self.outputs = self.model.register_forward_hook(Hook(self._see_output))
@@ -200,6 +207,9 @@ class Recorder:
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.buffers: dict[str, int] = {}
+        self.before_zeroing: dict[
+            int, list[int]
+        ] = {}  # by the first parameter: micro batches at which a gradient had arrived
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     @_harmless
@@ -243,6 +253,9 @@ class Recorder:
 
     def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A loop may skip a step whose norm is too large."""
+        self.before_zeroing[_first(optimizer)] = [
+            number for number, about in enumerate(self.micro) if about["used"]
+        ]
         complete = bool(self.clips) and not self.optimizers
         self.given_up_on |= complete and not self._is_of_another_model(optimizer)
 
@@ -341,7 +354,7 @@ class Recorder:
             "scalars": {},  # those that arrive at scalars
             "scale": 1.0,
             "autocast": None,
-            "param_dtype": parallelism.param_dtype_of(self.model),
+            **parallelism.dtypes_of(self.model),
             "channels_last": [],
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [
@@ -350,6 +363,7 @@ class Recorder:
         }
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
+        self.generators = generators()
         self.random, self.frames = torch.get_rng_state(), parallelism.compiled_frames()
 
     def _keep_inputs(
@@ -414,6 +428,8 @@ class Recorder:
         if not torch.equal(self.random, torch.get_rng_state()):
             about.update(drawn=True, compiled=self._is_compiled())
             self.kept.keep(f"random/{number}", self.random)
+        now = generators()
+        about["generators"] = {name: one for name, one in self.generators.items() if one != now[name]}
         if loss is not None and loss.requires_grad and logits is None:
             # Nothing else can be held against the run, which may train on a part of the loss.
             about.update(loss=float(loss.detach()), used=True)
@@ -517,10 +533,11 @@ class Recorder:
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self.optimizers and self._is_of_another_model(optimizer):
-            for about in (
-                self.micro
-            ):  # unless a gradient arrives later, or is kept until the model's own optimizer steps
-                about["elsewhere"] = True
+            # Unless a gradient arrives later, or is kept until the model's own optimizer steps. What arrived before this one's
+            # gradients were set to zero was not for it.
+            known = self.before_zeroing.get(_first(optimizer), ())
+            for number, about in enumerate(self.micro):
+                about["elsewhere"] |= number not in known
             self.arrived_since = False
             self.elsewhere += len(held)
             return
@@ -629,6 +646,9 @@ class Recorder:
             "of_others": self.elsewhere,
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
+            "hooked_parameters": [
+                name for name, one in tree.named_parameters(self.model).items() if one._backward_hooks
+            ],
             "places": self.kept.places,
             "unchanged": self.kept.unchanged,
             # And what is not there any more
@@ -657,6 +677,11 @@ def write_model(
     save_file(whole, folder / "model.safetensors")
     content = {"format": FORMAT, "tree": about, "origin": origin.of_run() | made}
     write_text(folder / "model.json", json.dumps(content))
+
+
+def _first(optimizer: torch.optim.Optimizer) -> int:
+    """The id of its first parameter: that of a wrapper, too."""
+    return next((id(one) for group in optimizer.param_groups for one in group["params"]), 0)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

@@ -46,7 +46,8 @@ class MicroBatch(Strict):
     structure: str
     left_out: list[Name]
     autocast: Name | None
-    param_dtype: Name | None
+    param_dtype: Name | None = None  # which FSDP2 computes in
+    reduce_dtype: Name | None = None  # and reduces gradients in
     used: bool
     asked: bool = False  # by torch.autograd.grad alone
     elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
@@ -57,6 +58,9 @@ class MicroBatch(Strict):
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
     drawn: bool = False  # random numbers from torch's generator, in the forward pass
+    generators: dict[
+        Name, Any
+    ] = {}  # their states before it: Python's and numpy's, if the model drew from them
     compiled: bool = False  # perhaps by code that torch.compile made
     attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
     channels_last: list[Name] = []  # of the tensors, by their order in memory
@@ -121,6 +125,7 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     channels_last: list[Name] = []  # parameters
+    hooked_parameters: list[Name] = []
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     of_others: Whole = 0  # tensors that the optimizers of other models hold
@@ -188,9 +193,7 @@ class Called:
     of_tensors: bool = (
         False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
     )
-    instead: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # of what the model was called with, for a trial
+    instead: dict[str, Any] = field(default_factory=dict)  # of what the model was called with, for a trial
 
     @property
     def is_zero(self) -> bool:

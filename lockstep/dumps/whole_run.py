@@ -10,7 +10,6 @@ Hashes are made on the model's device, and fetched for many steps at once.
 import contextlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,44 @@ from lockstep.ground.files import write_text
 STEPS_AT_ONCE = 256
 
 
+class Loaders:
+    """What the loop goes over. Whoever waits for the model's first call begins before it: its batch is fetched by then."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self.removing = [
+            see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
+            see_calls(DistributedSampler, "__iter__", self._see_order),
+        ]
+
+    def begin(self) -> None:
+        self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+
+    def _see_data(self, loader: Any) -> None:
+        with contextlib.suppress(TypeError):  # an iterable data set has no length
+            self.data_sets.add(len(loader.dataset))
+
+    def _see_order(self, sampler: DistributedSampler) -> None:
+        self.shuffled |= sampler.shuffle
+        self.replicas.add(sampler.num_replicas)
+
+    def close(self) -> None:
+        for remove in self.removing:
+            remove()
+
+
 class WholeRun:
     """Watches one rank's run; `see_call` is told of every training call of the model. `close` writes what is left.
 
     `folder` is asked for when it is written to: by then the rank is known. `of_others` says whether an optimizer is of another model.
     """
 
-    def __init__(self, folder: Callable[[], Path], of_others: Callable[[torch.optim.Optimizer], bool]):
+    def __init__(
+        self,
+        folder: Callable[[], Path],
+        of_others: Callable[[torch.optim.Optimizer], bool],
+        loaders: Loaders | None,
+    ):
         self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
@@ -46,17 +76,18 @@ class WholeRun:
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
             see_calls(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
-            see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
-            see_calls(DistributedSampler, "__iter__", self._see_order),
         ]
+        self.loaders = loaders or Loaders()
+        if loaders is None:
+            self.removing.append(self.loaders.close)
 
     def _begin(self) -> None:
         self.samples: list[torch.Tensor] = []
         self.elsewhere: list[torch.Tensor] = []  # before a step of another model's optimizer
         self.rates: list[float] = []
-        self.scheduled: Counter[tuple[str, int]] = Counter()  # by whom, and which schedule
-        self.data_sets: set[int] = set()
-        self.shuffled, self.replicas = False, set[int]()
+        self.scheduled: dict[
+            int, list[str]
+        ] = {}  # by whom, each time; a library may step what the loop steps, too
         self.evaluated, self.called = 0, False
 
     def see_evaluation(self, output: torch.Tensor | None) -> None:
@@ -93,16 +124,18 @@ class WholeRun:
                 "samples": self.samples,
                 "rates": self.rates,
                 "scheduled": {
-                    by: times for (by, _), times in sorted(self.scheduled.items(), key=lambda one: one[1])
+                    " and ".join(dict.fromkeys(by)): len(by)
+                    for by in sorted(self.scheduled.values(), key=len)
                 },
-                "data_sets": sorted(self.data_sets),
-                "shuffled": self.shuffled,
-                "replicas": sorted(self.replicas),
+                "data_sets": sorted(self.loaders.data_sets),
+                "shuffled": self.loaders.shuffled,
+                "replicas": sorted(self.loaders.replicas),
                 "evaluated": self.evaluated,
             }
         )
         self.stepped = False
         self._begin()
+        self.loaders.begin()
         if len(self.lines) == STEPS_AT_ONCE:
             self.write()
 
@@ -125,15 +158,7 @@ class WholeRun:
     def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
         if caller != "torch":  # which steps a schedule once when it is made
-            self.scheduled[caller, id(schedule)] += 1
-
-    def _see_data(self, loader: Any) -> None:
-        with contextlib.suppress(TypeError):  # an iterable data set has no length
-            self.data_sets.add(len(loader.dataset))
-
-    def _see_order(self, sampler: DistributedSampler) -> None:
-        self.shuffled |= sampler.shuffle
-        self.replicas.add(sampler.num_replicas)
+            self.scheduled.setdefault(id(schedule), []).append(caller)
 
     def write(self) -> None:
         if not self.lines:

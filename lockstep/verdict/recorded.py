@@ -178,7 +178,12 @@ class _Step:
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
         ranks.judge_modes()
-        if ranks.untied(weights) or ranks.clipped_in_parts(gradients) or ranks.parted():
+        if (
+            ranks.untied(weights)
+            or ranks.frozen_apart()
+            or ranks.clipped_in_parts(gradients)
+            or ranks.parted()
+        ):
             return verdict
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
@@ -228,7 +233,10 @@ class _Step:
             terms = fitted.weights[len(self.micro) :]
             means = self._means_of_ranks()
             if any(self._are_right(means, torch.cat([known, terms])) for known in weighed.known if means):
-                self.of_ranks.say_mean_is_right()
+                # No rank is the one to blame
+                self.of_ranks.say_of_unreduced(": each rank has its own, and their mean is right")
+            elif self.of_ranks.unreduced:
+                self._count_on_odd_rank(columns, fitted.weights, weighed)
         right = made_of(weights_of)
         rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
         verdict.rows += rows
@@ -254,6 +262,27 @@ class _Step:
         counts = alone.weights[: len(self.micro)] / nominal
         if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
             self.counted = f"; in this gradient, {weighed.counts(alone.weights)}"
+
+    def _count_on_odd_rank(self, columns: list[Gradients], of_first: torch.Tensor, weighed: Weighed) -> None:
+        """Measures how much each micro batch counts in gradients that were not reduced, where another rank than the first has its own."""
+        odd, number = self.of_ranks.odd, len(self.micro)
+        own = {
+            name: part
+            for name in self.of_ranks.differ
+            if (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
+            and part.shape == self.gradients[name].shape
+        }
+        if sum(one.numel() for one in own.values()) < ENOUGH * len(columns):
+            return
+        found = normalisation.fit(own, columns, {name: self.ranks[odd].clipped(name) for name in own})
+        if not found.typical <= self.verdict.tolerated_weights:
+            return
+        times = found.weights[:number] / of_first[:number]
+        if float((times - times[0]).abs().max()) <= self.verdict.tolerated_weights * float(times[0].abs()):
+            why = f"; on rank {odd} they are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
+            self.of_ranks.say_of_unreduced(why, instead=True)
+        else:
+            self.of_ranks.say_of_unreduced(f"; on rank {odd}, {weighed.counts(found.weights)}")
 
     def _means_of_ranks(self) -> dict[str, torch.Tensor]:
         """Of the gradients that were not reduced, unless they were clipped since."""
@@ -352,8 +381,16 @@ class _Step:
                 [rank for rank, one in first.ranks.items() if not one <= 1],
             )
             if not why and self.verdict.pieces == 1 and self.verdict.step == 1:
-                why = recorded_pieces.explain(exact, self.micro, first.name.replace("/", "/0/", 1))
+                name = first.name.replace("/", "/0/", 1)
+                of_odd = (
+                    one for one in self.micro if one.number == 0 and first.ranks.get(one.ranks[0], 0) > 1
+                )
+                why = recorded_pieces.explain_cache(exact, next(of_odd, self.micro[0]), name)
+                why = why or recorded_pieces.explain(exact, self.micro, name)
             self.verdict.wrong[before:before] = why
+            if self.of_ranks.unreduced:  # they differ as what they come from does
+                self.of_ranks.say_of_unreduced("", instead=True)
+                self.verdict.wrong.sort(key=lambda said: said.startswith("gradients differ"))
         return wrong
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
@@ -409,6 +446,10 @@ class _Step:
             ]
             if size > 0 and without:
                 found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
+            elif without and name in self.recording.names(self.verdict.step, "gradient"):
+                found.append(
+                    f"{name} has a gradient, of zeros, on some ranks, and none on rank {without[0]}: its optimizer does not step it"
+                )
         return found
 
     def _columns(self, computed: list[Computed]) -> list[Gradients]:
@@ -429,10 +470,15 @@ class _Step:
             normalisation.fit(own, some, self.clipped) for some in (columns, [*columns, kept])
         )
         if with_it.typical < KEPT * without.typical:
+            alone = normalisation.fit(own, [kept])
+            late = alone.typical < KEPT * without.typical
+            times = float((alone if late else with_it).weights[-1])
             of_some = f" of {and_more(wrong)}" if len(wrong) < len(rows) else ""
             self.verdict.wrong.insert(
                 0,
-                f"the gradient{of_some} has {float(with_it.weights[-1]):.4g} times that of step {last} in it: it was not set to zero",
+                f"the gradient{of_some} is {times:.4g} times that of step {last}, and has nothing of its own micro batches: it comes one step late"
+                if late
+                else f"the gradient{of_some} has {times:.4g} times that of step {last} in it: it was not set to zero",
             )
 
     def _judge_rounding(self, place: int) -> None:
@@ -479,8 +525,10 @@ class _Step:
             worst = max(wrong, key=lambda row: row.multiple)
             others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
             also = f"; also {and_more(others)}" if 0 < len(others) <= 2 else ""
+            name = worst.name.removeprefix("gradient/")
+            hook = "; register_hook has put a hook on it" * (name in self.ranks[0].hooked_parameters)
             are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
             self.verdict.wrong.append(
                 f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"
-                f"{worst.name.removeprefix('gradient/')}: {described(worst, self.verdict.by_itself(worst.name))}{self.counted}{also}"
+                f"{name}: {described(worst, self.verdict.by_itself(worst.name))}{hook}{self.counted}{also}"
             )

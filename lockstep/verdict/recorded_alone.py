@@ -71,5 +71,13 @@ class Alone:
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
         right, near = (Sum(observed, columns, weights, clipped) for columns in (self.right, self.near))
-        rows = judged_gradients(self.verdict.step, observed, right, near, self.precision, self.factors)
+        told = self.exact.recording.steps[0][0].micro_batches[0].reduce_dtype
+        # Or in that of the weights, as with copies of them in float32
+        reduced_in = {
+            name: getattr(torch, told.removeprefix("torch.")) if told else one.dtype
+            for name, one in self.exact.recording.skeleton.named_parameters()
+        }
+        rows = judged_gradients(
+            self.verdict.step, observed, right, near, self.precision, self.factors, reduced_in
+        )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

@@ -53,6 +53,7 @@ class Recognised:
     labels: torch.Tensor  # (...), -1 where none
     weight: float  # of each token's cross-entropy in what was trained on
     smoothing: float
+    rest: float  # of the gradient, relative, that this leaves
 
 
 def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None:
@@ -83,9 +84,10 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
     if smoothing:
         # Another term, such as an entropy, may be nearer to some smoothing than to none.
         close = min(close, max(close * smoothing, FLOOR * torch.finfo(gradient.dtype).eps))
-    if not (rest / size) ** 0.5 <= close or not spread <= ALIKE or weight <= 0:
+    left = (rest / size) ** 0.5
+    if not left <= close or not spread <= ALIKE or weight <= 0:
         return None
-    return Recognised(labels, weight, smoothing)
+    return Recognised(labels, weight, smoothing, left)
 
 
 def _basis(logits: torch.Tensor, gradient: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -129,7 +131,8 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
             if called.piece is None:  # else they are those of a piece alone
                 mean.targets = recognised.labels
             mean.smoothing = recognised.smoothing
-            mean.uncertain = FLOOR * torch.finfo(gradient.dtype).eps / 2
+            # What is left may be another term, such as a distillation's, which the weight then has a part of.
+            mean.uncertain = FLOOR * max(torch.finfo(gradient.dtype).eps / 2, recognised.rest)
     return mean
 
 

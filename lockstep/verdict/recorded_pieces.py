@@ -106,6 +106,21 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
     return []
 
 
+def explain_cache(reference: Reference, called: Called, name: str) -> list[str]:
+    """Why an output of a module is wrong, if the model gave it while it kept keys and values, as it does without use_cache=False."""
+    own = reference.recording.of_modules(reference.step, called).get(name)
+    if own is None or "use_cache" not in inspect.signature(reference.model.forward).parameters:
+        return []
+    kept = replace(called, instead={"use_cache": called.about.plain.get("use_cache")})
+    observed = [own[0][1]]
+    with_it, without = ([reference.outputs(one)[name]] for one in (kept, called))
+    if not _error(observed, with_it) <= NEARER * _error(observed, without):
+        return []
+    return [
+        "the model keeps keys and values, and then computes otherwise, as transformers does not look for documents in position_ids: call it with use_cache=False"
+    ]
+
+
 def _error(observed: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     """The largest relative one; infinite for other shapes."""
     pairs = zip(observed, right, strict=True)

@@ -27,6 +27,7 @@ class Ranks:
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.differ: list[str] = []  # gradients of which replicas have others
         self.unreduced = ""  # what is said of those that were not reduced
+        self.odd = 0  # a rank that has others than the first
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -45,9 +46,9 @@ class Ranks:
                 # A norm over gradients that are not reduced makes the others differ, too.
                 differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
                 self.differ = [one for one, _ in differ]
-            name, rank = differ[0]
+            name, self.odd = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
-            why = self._why(rank, name) if kind == "gradient" else ""
+            why = self._why(self.odd, name) if kind == "gradient" else ""
             said = f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}"
             self.verdict.wrong.append(said)
             self.unreduced = said if NOT_REDUCED in why else self.unreduced
@@ -60,10 +61,14 @@ class Ranks:
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
 
-    def say_mean_is_right(self) -> None:
-        """Of gradients that were not reduced: no rank is the one to blame."""
-        wrong = self.verdict.wrong
-        wrong[wrong.index(self.unreduced)] += ": each rank has its own, and their mean is right"
+    def say_of_unreduced(self, said: str, *, instead: bool = False) -> None:
+        """What is known of gradients that were not reduced, to be read after it, or `instead` of it where they were."""
+        if self.unreduced:
+            wrong = self.verdict.wrong
+            place = wrong.index(self.unreduced)
+            wrong[place] = self.unreduced.partition(f"; they {NOT_REDUCED}")[0] if instead else self.unreduced
+            wrong[place] += said
+            self.unreduced = "" if instead else wrong[place]
 
     def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
         """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
@@ -132,8 +137,20 @@ class Ranks:
         if numbers[0] != numbers[1]:
             return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
         if self._only_clipped_otherwise(name, rank):
-            norms = [next(clip.norm for clip in one.clips if clip.has(name)) for one in (first, about)]
-            return f"; they were clipped by different norms, {norms[0]:.7g} and {norms[1]:.7g}"
+            clips = zip(
+                *([clip for clip in one.clips if clip.has(name)] for one in (first, about)), strict=False
+            )
+            one, other = next(pair for pair in clips if pair[0].factor != pair[1].factor)
+            if _same_norm(one.norm, other.norm):
+                return f"; they were clipped to different norms, {one.max_norm:.7g} and {other.max_norm:.7g}"
+            return f"; they were clipped by different norms, {one.norm:.7g} and {other.norm:.7g}"
+        own, of_first = (
+            self.recording.part(one, self.verdict.step, f"gradient/{name}") for one in (rank, first.rank)
+        )
+        if own is not None and of_first is not None and own.shape == of_first.shape:
+            same = (own == of_first) & (own != 0)
+            if 2 * int(same.sum()) > int(own.count_nonzero()):
+                return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         if self._shares_a_model(first, about) and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
@@ -215,7 +232,13 @@ class Ranks:
     def judge_skipped(self) -> None:
         """A loop may skip a step, but hardly one before each."""
         skipped = [steps[0].skipped for steps in self.recording.steps]
-        if all(skipped):
+        windows = [one.skipped for one in self.ranks.values()]
+        if len(set(windows)) > 1:
+            self.verdict.wrong.insert(
+                0,
+                f"ranks skipped {', '.join(map(str, windows))} steps before this one: each sets gradients to zero, after clipping, for itself",
+            )
+        elif all(skipped):
             self.verdict.wrong.append(
                 "before each step, gradients are clipped and then set to zero: the micro batches before count for nothing"
             )
@@ -271,6 +294,19 @@ class Ranks:
                 f"{new[0]} is a parameter of its own, though it was tied when the recording began"
             )
         return bool(new)
+
+    def frozen_apart(self) -> bool:
+        """Whether a parameter requires a gradient on some ranks alone."""
+        frozen = [set(one.frozen) for one in self.ranks.values()]
+        odd = sorted(frozen[0].union(*frozen) - frozen[0].intersection(*frozen))
+        if odd:
+            alone = ", ".join(
+                str(rank) for rank, names in zip(self.ranks, frozen, strict=True) if odd[0] in names
+            )
+            self.verdict.wrong.append(
+                f"gradients are required on some ranks alone: not that of {and_more(odd)} on rank {alone}"
+            )
+        return bool(odd)
 
     def parted(self) -> bool:
         """Whether ranks that share out what a module returns were called with different micro batches."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
+from lockstep.dumps.kept import generators, restore_generators
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
@@ -161,11 +162,13 @@ class Reference(Passes):
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
         before = Counter(self.hooks.calls), self.mode.calls, self.mode.draws
+        states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
             now = self.hooks.calls, self.mode.calls, self.mode.draws
             self.hooks.calls, self.mode.calls, self.mode.draws = Counter(before[0]), *before[1:]
+            restore_generators(states)
             TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
             try:
                 yield
@@ -278,9 +281,7 @@ class Reference(Passes):
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
         signature = inspect.signature(self.model.forward)
         known = signature.parameters
-        given |= {name: one for name, one in called.instead.items() if name in known}
-        if "use_cache" in known:
-            given["use_cache"] = False
+        given |= {name: one for name, one in {"use_cache": False, **called.instead}.items() if name in known}
         self._restore_state()
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
@@ -289,6 +290,7 @@ class Reference(Passes):
         bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
         if called.random is not None:
             torch.set_rng_state(called.random)
+        restore_generators(called.about.generators)
         self.called = called
         output = self.model(*bound.args, **bound.kwargs, **given)
         draws.require_called(self.dropping, self.hooks.calls)
@@ -409,6 +411,12 @@ class Reference(Passes):
             returned = {name: called.piece.cut(one) for name, one in returned.items()}
         begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
         begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
+        for name, one in begun.items():
+            if one.shape != returned[name].shape:
+                raise UserError(
+                    f"what the model returns as {name} is of shape {tuple(one.shape)} in the run, and {tuple(returned[name].shape)} in one process, "
+                    "so each rank is given a shard of it; return the whole, or a DTensor"
+                )
         torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
         return returned[next(iter(begun))] if len(begun) == 1 else None
 

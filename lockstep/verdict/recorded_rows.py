@@ -88,13 +88,15 @@ def judged(
     near: dict[str, Distance],
     tensors: dict[str, torch.Tensor],
     precision: str,
+    dtypes: Mapping[str, torch.dtype] = {},
 ) -> list[Judgement]:
     """Tensors of one pass, by the rule that strategies are judged by: `near` are the yardstick's distances, one process in the run's dtype.
 
-    `tensors` are the run's own, for their shapes and dtypes; `precision` is "fp32" or "autocast".
+    `tensors` are the run's own, for their shapes and dtypes, unless `dtypes` has one that it was rounded to before; `precision` is "fp32" or "autocast".
     """
     entries: dict[str, dict] = {
-        name: {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]} for name, tensor in tensors.items()
+        name: {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
+        for name, tensor in tensors.items()
     }
     yardstick = Yardstick(near, entries, precision)
     return [
@@ -110,8 +112,9 @@ def judged_gradients(
     near: Gradients,
     precision: str,
     factors: Factors | None = None,
+    reduced_in: Mapping[str, torch.dtype] = {},
 ) -> list[Judgement]:
-    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick. `factors` is told of them, too."""
+    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick. `factors` is told of them, too; `reduced_in` is by parameter."""
     own: dict[str, Distance] = {}
     yardstick: dict[str, Distance] = {}
     for name, reference in right.items():
@@ -122,7 +125,8 @@ def judged_gradients(
         if factors is not None:
             factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
-    rows = judged(step, own, yardstick, tensors, precision)
+    dtypes = {f"gradient/{name}": dtype for name, dtype in reduced_in.items()}
+    rows = judged(step, own, yardstick, tensors, precision, dtypes)
     add_pictures(
         rows,
         lambda row: tensors[row.name].numel(),

@@ -174,7 +174,7 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
         known = {"the number of processes": world, "the number of micro batches": len(steps[0].samples)}
         names = [name for name, number in known.items() if number == times]
         of_world = f", {' or '.join(names)}" if names else ""
-        how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}"
+        how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}{f', by {by}' if ' and ' in by else ''}"
         if by == "accelerate":  # by design, for a schedule that counts the batches of one process
             verdict.notes.append(f"{how}, by Accelerate: it must have been made for as many steps")
         else:

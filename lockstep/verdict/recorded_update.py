@@ -20,6 +20,7 @@ from lockstep.verdict.judgement import (
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.picture import draw
 from lockstep.verdict.recorded_optimizer import CannotStep, Replay, Stepped, Weights
+from lockstep.verdict.recorded_ranks import NOT_REDUCED
 from lockstep.verdict.recorded_rows import StepVerdict
 
 
@@ -49,7 +50,13 @@ def judge(
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
         given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
-        if strangers and {f"weight/{name}" for name in unheld} <= given:
+        left = [name for name in unheld if f"weight/{name}" not in given and bool(gradients[name].any())]
+        if strangers and 0 < 2 * len(left) < len(unheld):
+            verdict.wrong.append(
+                f"{and_more(left)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
+            )
+            return
+        if strangers and not left:
             verdict.leave(
                 "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
             )
@@ -102,9 +109,12 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     )
     for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
         if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
-            verdict.wrong.append(
+            # Before the clipping that it makes differ
+            place = len(verdict.wrong) if any(NOT_REDUCED in one for one in verdict.wrong) else 0
+            verdict.wrong.insert(
+                place,
                 "the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks, and has another gradient on each: "
-                "it was not reduced"
+                "it was not reduced",
             )
             return
 

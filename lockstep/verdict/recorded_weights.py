@@ -293,7 +293,15 @@ class Weighed:
             for share in dict.fromkeys(self.shares)
         ]
         unequal = len(of_shares) if self.verdict.tokens and min(of_shares) < max(of_shares) else 0
+        latest = max(one.number for one in self.micro)
+        last = sum(
+            number for number, one in zip(self.tokens, self.micro, strict=True) if one.number == latest
+        )
+        classes = {at.shape[-1] for one in self.micro for at in one.arrived.values() if at.ndim > 1}
         in_masks = (one for called in self.micro for name, one in called.tensors.items() if "mask" in name)
+        tolerated = max(self.verdict.tolerated_weights, 1e-6)
+        windows = [len(one.micro_batches) for one in self.ranks.values()]
+        uneven = min(windows) < max(windows)
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
@@ -307,12 +315,16 @@ class Weighed:
             "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
             "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
             "the tokens of the mask": float(sum(int(one.count_nonzero()) for one in in_masks)),
+            "the micro batches of all ranks": float(uneven * sum(windows)),
+            "those of the rank with the most x the ranks": float(uneven * max(windows) * len(windows)),
+            "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
+            "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),
             "the micro batches of another step": float(self.elsewhere),
             "the scale of the GradScaler": self.micro[0].about.scale
             if self.micro[0].about.scale != 1
             else 0.0,
         }
-        names = normalisation.explanations(factor, numbers, max(self.verdict.tolerated_weights, 1e-6))
+        names = normalisation.explanations(factor, numbers, tolerated)
         return f", which is {' or '.join(names)}" if names else ""
 
     def _judge_clips(self, weights: torch.Tensor) -> None:
