@@ -138,7 +138,7 @@ class _Finding:
 
         hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
 
-        # Before the script asks: it may do so in the first call of the model.
+        # Before the script asks: Python looks torch.autograd.grad up before it calls the model, in the arguments.
         sees_no_more = patches.see_asking()
 
         def restore() -> None:

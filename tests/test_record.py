@@ -479,13 +479,14 @@ def loss(given):
     return torch.nn.functional.cross_entropy(net(given), torch.tensor([0, 1, 2, 0]))
 for _ in range(2):
     given = torch.randn(4, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(loss(given), {of})
     optimizer.zero_grad()
+    {first}
     loss((given + 0.1 * gradient.flatten()[0].sign()).detach()).backward()
     optimizer.step()
 """
 
 
+ASKS = "gradient, *_ = torch.autograd.grad(loss(given), {})"
 UNFROZEN = """
 import torch
 class Own(torch.nn.Sequential):
@@ -510,9 +511,22 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "text, status, said",
     [
-        (ATTACKED.format(of="given"), 0, "PASS: 2 steps"),
-        # What counts is unknown where gradients of weights are asked for: the last call alone has a backward pass.
-        (ATTACKED.format(of="net.bias"), 1, "as in no known mean"),
+        (ATTACKED.format(first=ASKS.format("given")), 0, "PASS: 2 steps"),
+        # The gradients of weights may be for the update, but the last call alone has a backward pass.
+        (ATTACKED.format(first=ASKS.format("net.bias")), 1, "as in no known mean"),
+        (ATTACKED.format(first=ASKS.format("net.parameters()")), 1, "as in no known mean"),
+        (ATTACKED.format(first=ASKS.format("given, create_graph=True")), 2, "is differentiated again"),
+        # The first call is trained on, too.
+        (
+            ATTACKED.format(
+                first="one = loss(given); (one / 2).backward(retain_graph=True); gradient, *_ = torch.autograd.grad(one, given)"
+            )
+            .replace(").backward()\n", ") / 2).backward()\n")
+            .replace("    loss((given", "    (loss((given")
+            .replace("detach()) / 2)", "detach()) / 2)"),
+            0,
+            "PASS: 2 steps",
+        ),
         (UNFROZEN.format(calls=2), 0, "PASS: 2 steps"),
         (UNFROZEN.format(calls=1), 1, "0.weight"),
         (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),

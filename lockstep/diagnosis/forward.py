@@ -83,7 +83,11 @@ def other_weights(case: Case) -> Cause | None:
         )  # such as one left out: it says nothing about the weight before
         if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
             off, odd = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
-            others = f"; ranks {and_more([*map(str, odd)])} have another" if odd else ""
+            others = (
+                f"; rank{'s' * (len(odd) > 1)} {and_more([*map(str, odd)])} {'have' if len(odd) > 1 else 'has'} another"
+                if odd
+                else ""
+            )
             return Cause(
                 "weights",
                 f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not{others}",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -98,9 +99,8 @@ def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
-ASKED: list[
-    list[torch.Tensor]
-] = []  # of each call of torch.autograd.grad that runs: what it gives the gradients of
+# Of each call of torch.autograd.grad that runs: what it gives the gradients of
+ASKED: list[tuple[Any, ...]] = []
 
 
 def see_asking() -> Undo:
@@ -109,7 +109,8 @@ def see_asking() -> Undo:
 
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        ASKED.append([one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)])
+        inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
+        ASKED.append(inputs)
         try:
             return real(outputs, inputs, *arguments, **options)
         finally:

@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
 from lockstep.dumps.kept import Kept, copied, digest_of, generators
@@ -108,9 +108,6 @@ class Recorder:
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
         self.compiled, self.model_compiled = False, False
-        self.asking: list[
-            bool
-        ] = []  # inside of torch.autograd.grad: whether for gradients that weights may get
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
@@ -197,6 +194,7 @@ class Recorder:
     def _begin(self) -> None:
         self.kept = Kept(self.plain_shards, self.last_digests)
         self.micro: list[dict[str, Any]] = []
+        self.given: dict[int, Any] = {}  # what the model was called with, by id
         self.frozen: dict[str, int] = {}  # hashes of what requires no gradient, before the first micro batch
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
@@ -269,12 +267,12 @@ class Recorder:
         """Whether what arrives now in a micro batch counts: what torch.autograd.grad asked for does, unless a backward pass comes, too."""
         about = self.micro[number]
         if patches.ASKED:
-            own = {id(one) for one in self.model.parameters()}
-            # A leaf that is no parameter is a batch, which an attack changes by its gradient.
-            of_batch = all(one.is_leaf and id(one) not in own for one in patches.ASKED[-1])
-            about["elsewhere"] |= of_batch
+            # The gradient of what the model is called with is for a later batch, as of an attack, unless it is differentiated in turn.
+            of_batch = not torch.is_grad_enabled() and all(id(one) in self.given for one in patches.ASKED[-1])
+            about["elsewhere"] |= of_batch and not about["reached"]
             about["asked"] = not of_batch and (about["asked"] or not about["used"])
             return about["asked"]
+        about["reached"] = True
         if about["asked"]:
             self.kept.forget(f"backward/{number}/")
             about.update(asked=False, scalars={})
@@ -349,6 +347,7 @@ class Recorder:
             and not self.micro[-1]["used"],  # called before the last one was trained on
             "asked": False,  # whether what arrived was asked for by torch.autograd.grad alone
             "used": False,  # whether a gradient arrives at what the model returns
+            "reached": False,  # by a backward pass
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
@@ -361,6 +360,7 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
+        self.given |= {id(one): one for one in tree_leaves(given)}
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
         self.generators = generators()

@@ -50,6 +50,7 @@ class MicroBatch(Strict):
     reduce_dtype: Name | None = None  # and reduces gradients in
     used: bool
     asked: bool = False  # by torch.autograd.grad alone
+    reached: bool = False  # by a backward pass
     elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
     differentiated: bool = False  # in turn
     together: bool = False  # with the one before: no gradient had arrived there yet

@@ -203,5 +203,5 @@ def merge(
         )
     every = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
     digests = {(part.start, part.shape): part.sha256 for _, part in every if part.checksum is not None}
-    odd = {rank for rank, part in every if part.sha256 != digests[part.start, part.shape]}
+    odd = {rank for rank, part in every if part.sha256 != digests.get((part.start, part.shape), part.sha256)}
     return sum(each for _, _, each in written) % 2**64, sorted(odd)

@@ -47,19 +47,18 @@ def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(perturbed(parameter, generator, getattr(torch, dtype)))
+            parameter.copy_(perturbed(parameter, generator, torch.finfo(getattr(torch, dtype)).eps / 2))
 
 
-def perturbed(tensor: "torch.Tensor", generator: "torch.Generator", dtype: "torch.dtype") -> "torch.Tensor":
-    """Every element moved by one ulp of `dtype`, up or down at random: a relative change of half its epsilon, rounded.
+def perturbed(tensor: "torch.Tensor", generator: "torch.Generator", size: float) -> "torch.Tensor":
+    """Every element moved up or down at random by a relative `size`, and rounded. Half of a dtype's epsilon is one ulp of it.
 
     Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
     import torch
 
-    half = torch.finfo(dtype).eps / 2
     signs = torch.randint(0, 2, tensor.shape, generator=generator).double().mul_(2).sub_(1)
-    return (tensor.double() * (1 + half * signs)).to(tensor.dtype)
+    return (tensor.double() * (1 + size * signs)).to(tensor.dtype)
 
 
 def combined_sha256(sums: dict[str, str]) -> str:

@@ -38,7 +38,7 @@ function ranksText(view, step, name, row) {
   const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
   const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
   const also = others.length === 1 ? "has another copy" : "have other copies";
-  if (row.far) return `${page.kind === "recording" ? "no rank alone: " : ""}${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
+  if (row.far) return `${far.startsWith("wrong on") ? "no rank alone: " : ""}${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
   if (page.kind === "recording") return `no rank alone: ${ranksAt(view, others)} ${also} than ${listed(same)}${where}, and no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
@@ -67,7 +67,7 @@ function farText(view, step, name, row) {
   if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "no rank alone: the factor is in each of their shards";
   const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
   const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
-  if (!hit.length && odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}`;
+  if (!hit.length && odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}${sinceText(view, step)}`;
   if (!hit.length) return `no rank alone: each has wrong elements in its shard${square ? `; ${square} is in ${shardsOf(view, [most[1]])}` : ""}`;
   return `${shardsOf(view, hit)} alone${!square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`}`;
 }

@@ -197,7 +197,7 @@ class OfDDP(Yardstick):
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
-    """Whether it is the gradient of a vector or of a scalar, such as of a matrix of one row."""
+    """Whether it is the gradient of a scalar, a vector, or a matrix of one row or column."""
     return name.startswith("gradient/") and sum(size > 1 for size in entry["shape"]) <= 1
 
 

@@ -31,7 +31,7 @@ Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 class Fit:
     """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor.
 
-    `largest_term` is the size of the largest tensor of a sum beside the sum itself, in a typical gradient.
+    `largest_term` is the size of the largest tensor of a sum, relative to the sum, in a typical gradient.
     """
 
     weights: torch.Tensor

@@ -5,6 +5,7 @@ of a tensor is one process in the run's own dtype on the same micro batches. The
 float64 from the gradients that the run had.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -56,7 +57,8 @@ def judge(
     streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
     verdict = _Step(recording, step, loss, streamed).judge(expect)
     if redrawn.may_be_chance(verdict):
-        verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+        with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
+            verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
     return verdict
 
 

@@ -131,10 +131,12 @@ class Reference(Passes):
         """A weight as the model has it."""
         weight = self.weights[name]
         weight = weight.to(self._computed_in(weight.dtype), copy=True)
-        if self.draw and weight.is_floating_point():
+        if self.draw and self.parameters[name].requires_grad:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
             lower = self.recording.steps[0][0].micro_batches[0].autocast
-            weight = perturbed(weight, generator, _dtype(lower) if lower else weight.dtype)
+            # Autocast rounds what was moved once more.
+            size = torch.finfo(_dtype(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
+            weight = perturbed(weight, generator, size)
         return (
             _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
         )
