@@ -1860,8 +1860,10 @@ class Dropped(Heads):
 
 class Jittered(nn.Linear):
     def forward(self, values):
-        noise = torch.from_numpy(np.random.randn(8)).float()
-        return super().forward(values).square() * random.uniform(0.5, 1.5) + noise
+        noise = torch.from_numpy(np.random.randn(8)).to(values.dtype)
+        return (
+            super().forward(values) * noise * torch.full((8,), random.uniform(0.5, 1.5), dtype=values.dtype)
+        )
 
 
 class DrawnOnOneRank(DrawnElsewhere):

@@ -120,7 +120,7 @@ WRONG = {
     "DividedByTheMask": "step 1: the gradient is 0.82608",
     "AdversaryEachTimeSummed": "step 1: the gradient is 2 times that of what follows from the gradients at the logits, averaged over the ranks",
     "ReducedInBfloat16ByHand": "step 1: ",
-    "DrawnOnOneRank": "step 1: forward/one (micro batch ",
+    "DrawnOnOneRank": "step 1: forward/layers.0 (micro batch ",
     "KeepsKeys": "step 1: the model keeps keys and values, and then computes otherwise, as transformers does not look for documents",
     "Late": "step 2: the gradient is 1 times that of step 1, and has nothing of its own micro batches: it comes one step late",
     "SkippedOnOneRank": "step 1: ranks skipped 0, 1 steps before this one: each sets gradients to zero, after clipping, for itself",
