@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -262,12 +262,9 @@ class Ranks:
             self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
         of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
         for number, modes in enumerate(zip(*of_ranks, strict=False)):
-            differ = sorted(set.union(*modes) - set.intersection(*modes))
-            if differ:
-                alone = ", ".join(str(rank) for rank, mode in enumerate(modes) if differ[0] in mode)
-                self.verdict.wrong.append(
-                    f"{and_more(differ)}: in evaluation mode on rank {alone} alone (micro batch {number})"
-                )
+            said = _on_some(modes, ": in evaluation mode on")
+            if said:
+                self.verdict.wrong.append(f"{said} alone (micro batch {number})")
                 return
 
     def untied(self, weights: Gradients) -> bool:
@@ -297,16 +294,10 @@ class Ranks:
 
     def frozen_apart(self) -> bool:
         """Whether a parameter requires a gradient on some ranks alone."""
-        frozen = [set(one.frozen) for one in self.ranks.values()]
-        odd = sorted(frozen[0].union(*frozen) - frozen[0].intersection(*frozen))
-        if odd:
-            alone = ", ".join(
-                str(rank) for rank, names in zip(self.ranks, frozen, strict=True) if odd[0] in names
-            )
-            self.verdict.wrong.append(
-                f"gradients are required on some ranks alone: not that of {and_more(odd)} on rank {alone}"
-            )
-        return bool(odd)
+        said = _on_some([set(one.frozen) for one in self.ranks.values()])
+        if said:
+            self.verdict.wrong.append(f"gradients are required on some ranks alone: not that of {said} alone")
+        return bool(said)
 
     def parted(self) -> bool:
         """Whether ranks that share out what a module returns were called with different micro batches."""
@@ -370,6 +361,13 @@ class Ranks:
             self.verdict.wrong.append(
                 f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
             )
+
+
+def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
+    """Which names are not in the sets of all ranks, and in those of which ranks the first is; "" if all have the same."""
+    differ = sorted(of_ranks[0].union(*of_ranks) - of_ranks[0].intersection(*of_ranks))
+    ranks = ", ".join(str(rank) for rank, own in enumerate(of_ranks) if differ and differ[0] in own)
+    return f"{and_more(differ)}{are} rank {ranks}" if differ else ""
 
 
 def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
