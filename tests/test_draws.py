@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep import judge
 from lockstep.dumps import parallelism
+from lockstep.dumps.kept import random_states
 from lockstep.ground.errors import UserError
 from lockstep.verdict.draws import require_known
 
+OWN = np.random.default_rng(0)
 KINDS = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
@@ -26,8 +29,11 @@ KINDS = {
     "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
     "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
     "by name": lambda x: x[torch.multinomial(input=x.detach().square().mean((1, 2)), num_samples=3)],
-    "hidden": lambda x: x * F.gumbel_softmax(x, dim=-1),
+    "gumbel": lambda x: x * F.gumbel_softmax(x, tau=0.9, hard=True, dim=-1),
+    "of python": lambda x: x * random.gauss(1, 0.2),
     "of numpy": lambda x: x * float(np.random.rand()),
+    "hidden": lambda x: F.rrelu(x, training=True),
+    "of its own": lambda x: x * float(OWN.random()),
 }
 
 
@@ -73,7 +79,7 @@ def judged(folder, capsys, *arguments):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of numpy")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of its own")])
 def test_what_is_drawn_is_drawn_again(tmp_path, capsys, kind, autocast):
     status, said = judged(recorded(tmp_path, kind, autocast=autocast), capsys)
     assert status == 0 and said.startswith("PASS: 2 steps"), said
@@ -90,7 +96,7 @@ def test_what_is_drawn_from_another_state_is_wrong(tmp_path, capsys):
     """Negative control."""
     path = recorded(tmp_path) / "rank_0" / "step_1.safetensors"
     torch.manual_seed(1)
-    save_file({**load_file(path), "random/0": torch.get_rng_state()}, path)
+    save_file({**load_file(path), "random/0": random_states()}, path)
     status, said = judged(tmp_path, capsys)
     assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
 
@@ -178,8 +184,8 @@ def test_float32_in_tf32_is_refused(tmp_path, capsys, autocast):
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("hidden", None, "the model calls gumbel_softmax, and the reference would draw other random numbers"),
-        ("of numpy", None, "it draws random numbers that are not of torch's generator for CPUs"),
+        ("hidden", None, "the model calls rrelu, and the reference would draw other random numbers"),
+        ("of its own", None, "it draws random numbers that are not those of torch on CPUs, Python's random"),
         ("dropout", elsewhere, "dropout of 0.1 is active in lstm, and a CPU, where the reference"),
     ],
 )

@@ -1,7 +1,10 @@
 """The tensors that a rank keeps of one step: its blocks of each, where they lie in the whole, and what has changed since the step before."""
 
+import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -90,3 +93,19 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
+
+
+def random_states() -> torch.Tensor:
+    """Of the generators that the functions of torch for CPUs, Python and numpy draw from, as bytes."""
+    _, words, left = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    numbers = np.concatenate([words, [math.nan if left is None else left], keys, rest])
+    return torch.cat([torch.get_rng_state(), torch.from_numpy(numbers).view(torch.uint8)])
+
+
+def set_random_states(states: torch.Tensor) -> None:
+    own, others = states.split([len(torch.get_rng_state()), 8 * 1253])
+    torch.set_rng_state(own)
+    words, left, keys, rest = np.split(others.clone().view(torch.float64).numpy(), [625, 626, 1250])
+    random.setstate((3, tuple(map(int, words)), None if np.isnan(left[0]) else float(left[0])))
+    np.random.set_state(("MT19937", keys.astype(np.uint32), int(rest[0]), int(rest[1]), float(rest[2])))

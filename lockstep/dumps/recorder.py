@@ -11,7 +11,7 @@
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
-        random/M                         the state of torch's generator then, if the model drew from it
+        random/M                         the states of the generators of torch, Python and numpy then, if the model drew from one
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
@@ -46,7 +46,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten_with_path, treespec_dumps
 
 from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
-from lockstep.dumps.kept import Kept, copied, digest_of
+from lockstep.dumps.kept import Kept, copied, digest_of, random_states
 from lockstep.dumps.model_outputs import map_left, mapped, outputs_of
 from lockstep.dumps.module_hooks import Hook, ModuleHooks
 from lockstep.dumps.optimizers import PLAIN, described
@@ -57,7 +57,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 4
+FORMAT = 5
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
@@ -347,7 +347,7 @@ class Recorder:
         }
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
-        self.random, self.frames = torch.get_rng_state(), parallelism.compiled_frames()
+        self.random, self.frames = random_states(), parallelism.compiled_frames()
 
     def _keep_inputs(
         self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
@@ -408,7 +408,7 @@ class Recorder:
             of_modules |= self.hooks.returned.keys()
             self.hooks.end()
         number, about = len(self.micro) - 1, self.micro[-1]
-        if not torch.equal(self.random, torch.get_rng_state()):
+        if not torch.equal(self.random, random_states()):
             about.update(drawn=True, compiled=self._is_compiled())
             self.kept.keep(f"random/{number}", self.random)
         if loss is not None and loss.requires_grad and logits is None:
@@ -597,6 +597,9 @@ class Recorder:
 
     def _write(self) -> None:
         self._see_ranks()
+        for number, about in enumerate(self.micro):
+            mine = [place.split("/")[0] for place in self.kept.places if place.split("/")[1] == str(number)]
+            about["used"] &= bool(about["scalars"]) or "backward" in mine or "forward" not in mine
         if self.rank == 0 and self.step == 1:
             made = {
                 "device": str(next(self.model.parameters()).device),

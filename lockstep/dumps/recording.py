@@ -56,7 +56,7 @@ class MicroBatch(Strict):
     scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
     loss: MayBreakDown | None = None
     evaluated: list[str]  # modules in evaluation mode
-    drawn: bool = False  # random numbers from torch's generator, in the forward pass
+    drawn: bool = False  # random numbers, in the forward pass
     compiled: bool = False  # perhaps by code that torch.compile made
     attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
     channels_last: list[Name] = []  # of the tensors, by their order in memory
@@ -184,7 +184,7 @@ class Called:
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
-    random: torch.Tensor | None = None  # the state of torch's generator before it, if the model drew from it
+    random: torch.Tensor | None = None  # the states of generators before it, if the model drew from one
     of_tensors: bool = (
         False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
     )

@@ -8,9 +8,11 @@ Of a run on another device, what dropout modules left out is seen in what they r
 
 from collections import Counter
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lockstep.dumps.recording import Called
@@ -20,10 +22,18 @@ from lockstep.inputs import shapes
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}
 # These draw inside, where no mode sees it.
-HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "rrelu", "rrelu_"}
+HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "rrelu", "rrelu_"}
 LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
 INSTEAD = "record a run without dropout and other random numbers in the model"
+
+
+# Of torch, but written in Python: a mode sees it, and with this, what it calls
+GUMBEL_SOFTMAX = FunctionType(
+    F.gumbel_softmax.__code__,
+    F.gumbel_softmax.__globals__ | {"has_torch_function_unary": lambda _: False},
+    argdefs=F.gumbel_softmax.__defaults__,
+)
 
 
 def dropout_is_active(p: float, name: str) -> UserError:

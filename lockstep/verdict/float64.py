@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import CountsTopk
 from lockstep.inputs.shapes import use_eager_experts
-from lockstep.verdict.draws import drawn_in, is_drawing
+from lockstep.verdict.draws import GUMBEL_SOFTMAX, drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
@@ -54,6 +56,12 @@ class Told(CountsTopk):
         self.drawn: dict[int, torch.dtype] | None = None
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is F.gumbel_softmax:
+            TorchFunctionMode.__enter__(self)  # what it calls is seen, too
+            try:
+                return GUMBEL_SOFTMAX(*args, **kwargs)
+            finally:
+                TorchFunctionMode.__exit__(self, None, None, None)
         if not is_drawing(function):
             return super().call(function, args, kwargs)
         self.draws += 1

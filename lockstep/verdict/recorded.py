@@ -93,7 +93,7 @@ def _not_linear(
     again = reference.compute(called, told)
     if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
-            "two passes of the recorded model over one micro batch differ: it draws random numbers that are not of torch's generator for CPUs, "
+            "two passes of the recorded model over one micro batch differ: it draws random numbers that are not those of torch on CPUs, Python's random or numpy.random, "
             "or changes its own weights, so no reference can follow it; record a run in which it does neither"
         )
     return name

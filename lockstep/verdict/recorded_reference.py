@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
 from lockstep.dumps import tree
+from lockstep.dumps.kept import set_random_states
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import LOG_PROBS, Called, Recording
@@ -273,7 +274,7 @@ class Reference(Passes):
         self.hooks.begin(called.number)
         bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
         if called.random is not None:
-            torch.set_rng_state(called.random)
+            set_random_states(called.random)
         self.called = called
         output = self.model(*bound.args, **bound.kwargs, **given)
         draws.require_called(self.dropping, self.hooks.calls)

@@ -155,6 +155,12 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
+    share = _averaged(recording, step, weights)
+    if share:
+        verdict.notes.append(
+            f"{and_more(weights)} moved by {share:.4g} of the way to trained weights between the update of step {step - 1} and step {step}, as averages do"
+        )
+        weights = []
     if weights:
         verdict.wrong.append(
             f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
@@ -163,6 +169,30 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
+
+
+def _averaged(recording: Recording, step: int, names: list[str]) -> float:
+    """Which part of the way to trained weights those that no gradient trains, such as a teacher's, have all moved since the last update; 0: none."""
+    frozen = set(recording.steps[step - 1][0].frozen)
+    shapes = {name: one.shape for name, one in recording.skeleton.named_parameters() if name not in frozen}
+    shares = []
+    for name in names:
+        before, after = (
+            recording.whole(number, f"{kind}/{name}")[0]
+            for number, kind in ((step - 1, "updated"), (step, "weight"))
+        )
+        eps, before, after = torch.finfo(after.dtype).eps, before.double(), after.double()
+        others = [other for other, shape in shapes.items() if name in frozen and shape == after.shape]
+        for other in others:
+            way = recording.whole(step, f"weight/{other}")[0].double() - before
+            share = float((way * (after - before)).sum() / way.square().sum())
+            rounded = 4 * eps * (before.abs() + way.abs())
+            if 0 < share < 1 and bool(((before + share * way - after).abs() <= rounded).all()):
+                shares.append(share)
+                break
+        else:
+            return 0.0
+    return shares[0] if shares and max(shares) - min(shares) < 1e-2 * max(shares) else 0.0
 
 
 def _judge_optimizer(
