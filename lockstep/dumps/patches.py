@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.dumps import tree
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+COPY = "lockstep"  # in the metadata of the function that made a copy of what the model returns
 Undo = Callable[[], None]
 
 
@@ -98,15 +100,25 @@ def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
+def _model_s_own(one: Any) -> Any:
+    """What a loop means that asks for the gradient at the copy that it has: other outputs depend on what it is a copy of."""
+    function = getattr(one, "grad_fn", None)
+    if function is None or COPY not in function.metadata:
+        return one
+    return GradientEdge(*function.next_functions[0])
+
+
 def see_asking(see: Callable[[int], None]) -> Undo:
     """`see` is given 1 before torch.autograd.grad, which a loop may ask for gradients such as those of each of its tasks, and -1 after it."""
     real = torch.autograd.grad
 
     @functools.wraps(real)
-    def grad(*arguments: Any, **options: Any) -> Any:
+    def grad(outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         see(1)
+        if isinstance(inputs, (torch.Tensor, GradientEdge)):
+            inputs = [inputs]
         try:
-            return real(*arguments, **options)
+            return real(outputs, [_model_s_own(one) for one in inputs], *arguments, **options)
         finally:
             see(-1)
 

@@ -429,6 +429,7 @@ class Recorder:
             own = tensor.clone()  # which the loop may change in place
             copies.add(id(own))
             assert own.grad_fn is not None
+            own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
