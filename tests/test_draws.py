@@ -110,6 +110,16 @@ def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
     assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
 
 
+def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(KINDS, "like", lambda x: x)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)
+    monkeypatch.setattr(torch.nn.LSTM, "train", lambda self, _: torch.nn.Module.train(self, False))
+    recorded(tmp_path, "like")
+    monkeypatch.undo()
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (" in said
+
+
 def elsewhere(folder, **made):
     """As if it had been recorded on a GPU, whose random numbers are another generator's."""
     content = json.loads((folder / "model.json").read_text())
@@ -195,6 +205,28 @@ def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, m
         change(tmp_path)
     status, said = judged(tmp_path, capsys)
     assert status == 2 and message in said
+
+
+class Inside(torch.nn.Module):
+    """Calls its module inside of torch.func alone, where hooks see nothing, as in compiled code."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.vmap(self.inner)(x + torch.randn_like(x)).square().mean()
+
+
+def test_a_model_inside_of_torch_func_draws_again(tmp_path, capsys):
+    net = Inside()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            net(torch.randn(8, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path, capsys) == (0, "PASS: 2 steps")
 
 
 def test_compiled_code_may_draw_otherwise(tmp_path, capsys):

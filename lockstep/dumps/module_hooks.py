@@ -131,6 +131,7 @@ class ModuleHooks:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors have no values there
+            self.seen.add("torch.func")  # nor is it compiled
             return None
         bare = self.bare.pop(module, output)
         if (
