@@ -143,6 +143,10 @@ if __name__ == "__main__":
 """
 LOWER = "layers[2].input_layernorm.register_forward_hook(lower)"
 TWO = f"{LOWER}; layers[0].input_layernorm.register_forward_hook(lower)"
+ROUNDED = (
+    "layers[2].input_layernorm.register_forward_hook("
+    "lambda module, given, out: out.bfloat16().to(torch.bfloat16 if torch.is_autocast_enabled('cpu') else out.dtype))"
+)
 SCALED = "layers[1].mlp.up_proj.weight.grad.mul_(1.05)"
 SLIGHTLY = "layers[1].self_attn.q_proj.weight.grad.mul_(1.003)"
 NORM = "layers[1].input_layernorm.weight.grad.mul_(1.001)"
@@ -162,6 +166,7 @@ ALONE = (
     [
         ("", "", set()),
         (LOWER, "", {"layers.2.input_layernorm"}),
+        (ROUNDED, "", {"layers.2.input_layernorm"}),
         (TWO, "", {"layers.0.input_layernorm", "layers.2.input_layernorm"}),
         ("", SCALED, {"layers.1.mlp.up_proj"}),
         # In autocast, these are smaller than the rounding errors: the distance hides them, and a projection does not.
@@ -336,7 +341,7 @@ class Net(nn.Module):
                 found = torch.autograd.grad(again, last, found, retain_graph=True)[0] + gradient
             return found
         z.register_hook(solve)
-        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1))
+        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1)), z
 
 def louder(module, given, out):
     return out * 1.001
@@ -353,8 +358,10 @@ def main():
     for step in range(3):
         optimizer.zero_grad()
         for number in range(2):
-            loss = net(torch.randn(6, 4))
+            loss, hidden = net(torch.randn(6, 4))
             if number or {first}:
+                asked = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+                assert asked.any()
                 (loss / 2).backward()
         optimizer.step()
         with torch.no_grad():
@@ -379,7 +386,8 @@ TRIAL = "net(torch.randn(6, 4))"
     ],
 )
 def test_a_model_with_oddities(tmp_path, capsys, fields, status, said):
-    """Gradients of a fixed point, solved for in a hook; a module inside of vmap; a teacher that is an average; a trial before the training."""
+    """Gradients of a fixed point, solved for in a hook; a module inside of vmap; a teacher that is an average; a trial before the training;
+    a gradient that the loop asks for at what the model returns."""
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(ODD.format(**{"before": "pass", "first": True, "share": 0.01, **fields}))
     assert record.main(["--output", str(output), str(script)]) == 0
