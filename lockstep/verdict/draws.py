@@ -7,7 +7,6 @@ Of a run on another device, what dropout modules left out is seen in what they r
 """
 
 from collections import Counter
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lockstep.dumps.recording import Called
+from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
 
@@ -63,14 +63,12 @@ def require_called(dropping: dict[str, torch.nn.Dropout], calls: Counter[str]) -
         raise dropout_is_active(dropping[silent].p, silent)
 
 
-def is_drawing(function: Callable[..., Any]) -> bool:
+def is_drawing(function: Function) -> bool:
     """Whether what a function of torch draws depends on the dtype."""
     return getattr(function, "__name__", "") in DRAWING
 
 
-def drawn_in(
-    dtype: torch.dtype, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named) -> Any:
     """What a function that draws returns in this dtype, as float64. Raises UserError for one that cannot be told the dtype."""
     if function.__name__ in HIDDEN:
         raise UserError(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -143,6 +143,9 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         for kind in ("weight/", "attribute/", "state/")
     )
     state += [name.rpartition("/")[0] for name in of_all]
+    shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
+    frozen = recording.steps[step - 1][0].frozen
+    shares: dict[str, float] = {}
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -155,12 +158,17 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
-    share = _averaged(recording, step, weights)
-    if share:
+        elif name in frozen:
+            alike = (one for one, shape in shapes.items() if one not in frozen and shape == after.shape)
+            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
+            shares |= {name: share} if share else {}
+    # Such as a teacher's
+    if shares and max(shares.values()) - min(shares.values()) < 1e-2 * max(shares.values()):
+        weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(weights)} moved by {share:.4g} of the way to trained weights between the update of step {step - 1} and step {step}, as averages do"
+            f"{and_more(list(shares))} moved by {max(shares.values()):.4g} of the way to trained weights between the update of step {step - 1} and step {step}, "
+            "as averages do"
         )
-        weights = []
     if weights:
         verdict.wrong.append(
             f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
@@ -171,28 +179,17 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         )
 
 
-def _averaged(recording: Recording, step: int, names: list[str]) -> float:
-    """Which part of the way to trained weights those that no gradient trains, such as a teacher's, have all moved since the last update; 0: none."""
-    frozen = set(recording.steps[step - 1][0].frozen)
-    shapes = {name: one.shape for name, one in recording.skeleton.named_parameters() if name not in frozen}
-    shares = []
-    for name in names:
-        before, after = (
-            recording.whole(number, f"{kind}/{name}")[0]
-            for number, kind in ((step - 1, "updated"), (step, "weight"))
-        )
-        eps, before, after = torch.finfo(after.dtype).eps, before.double(), after.double()
-        others = [other for other, shape in shapes.items() if name in frozen and shape == after.shape]
-        for other in others:
-            way = recording.whole(step, f"weight/{other}")[0].double() - before
-            share = float((way * (after - before)).sum() / way.square().sum())
-            rounded = 4 * eps * (before.abs() + way.abs())
-            if 0 < share < 1 and bool(((before + share * way - after).abs() <= rounded).all()):
-                shares.append(share)
-                break
-        else:
-            return 0.0
-    return shares[0] if shares and max(shares) - min(shares) < 1e-2 * max(shares) else 0.0
+def _averaged(before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]) -> float:
+    """Which part of the way to one of `others` a weight has moved, but for rounding; 0: none."""
+    rounded = 4 * torch.finfo(after.dtype).eps
+    before, after = before.double(), after.double()
+    for other in others:
+        way = other.double() - before
+        share = float((way * (after - before)).sum() / way.square().sum())
+        off = (before + share * way - after).abs()
+        if 0 < share < 1 and bool((off <= rounded * (before.abs() + way.abs())).all()):
+            return share
+    return 0.0
 
 
 def _judge_optimizer(
