@@ -163,10 +163,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
             shares |= {name: share} if share else {}
     # Such as a teacher's
-    if shares and max(shares.values()) - min(shares.values()) < 1e-2 * max(shares.values()):
+    known = [one for one in shares.values() if not math.isnan(one)]
+    if known and max(known) - min(known) < 1e-2 * max(known):
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(list(shares))} moved by {max(shares.values()):.4g} of the way to trained weights between the update of step {step - 1} and step {step}, "
+            f"{and_more(list(shares))} moved by {max(known):.4g} of the way to trained weights between the update of step {step - 1} and step {step}, "
             "as averages do"
         )
     if weights:
@@ -180,9 +181,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
 
 
 def _averaged(before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]) -> float:
-    """Which part of the way to one of `others` a weight has moved, but for rounding; 0: none."""
+    """Which part of the way to one of `others` a weight has moved, but for rounding; 0: none, nan: any, as it is where it was."""
     rounded = 4 * torch.finfo(after.dtype).eps
     before, after = before.double(), after.double()
+    if bool(((after - before).abs() <= rounded * before.abs()).all()):
+        return math.nan
     for other in others:
         way = other.double() - before
         share = float((way * (after - before)).sum() / way.square().sum())
