@@ -394,3 +394,44 @@ def test_a_model_with_oddities(tmp_path, capsys, fields, status, said):
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err, captured.out + captured.err
+
+
+PARTS = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.back = nn.Linear(12, 8), nn.Linear(4, 12)
+
+    def forward(self, x):
+        mean, spread = self.code(x).chunk(2, -1)
+        rebuilt, size = F.mse_loss(self.back(mean), x), mean.square().mean()
+        balance = size.square() + spread.square().mean()
+        return {{"loss": rebuilt + 0.1 * balance, "rebuilt": rebuilt, "size": size, "balance": balance}}
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        out = net(torch.randn(16, 12))
+        (out["loss"] + {more}).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "more, status, said", [("0", 0, "PASS: 2 steps"), ("out['balance']", 1, "FAIL: step 1: ")]
+)
+def test_a_loss_that_is_returned_with_its_parts_and_theirs(tmp_path, capsys, more, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(PARTS.format(more=more))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    assert said in capsys.readouterr().out

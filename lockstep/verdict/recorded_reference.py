@@ -437,6 +437,13 @@ class Reference(Passes):
         for name, value in scalars.items():
             if value is loss or not value.requires_grad:
                 continue
+            others = [
+                one for one in scalars.values() if one.requires_grad and one is not loss and one is not value
+            ]
+            if others and name not in self.called.about.scalars:
+                (within,) = torch.autograd.grad(others, value, retain_graph=True, allow_unused=True)
+                if within is not None:  # it counts as another one, which is made of it
+                    continue
             (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
             torch.autograd.backward(value, retain_graph=True)
             gradients = self._arrived_gradients()
