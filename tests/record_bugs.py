@@ -1029,6 +1029,16 @@ class GradientsRounded(MicroMeans):
             one.grad = one.grad.bfloat16().float()
 
 
+class GradientsRoundedAndClipped(GradientsRounded):
+    """Then the numbers are none of 16 bits any more."""
+
+    bound = 0.1
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad = one.grad.half().float()
+
+
 class StepOutsideTheGroup(MicroMeans):
     """The update of one layer is done twice."""
 

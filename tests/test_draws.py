@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from lockstep.dumps import parallelism
 from lockstep.ground.errors import UserError
 from lockstep.verdict.draws import require_known
 
+OWN = np.random.default_rng(0)
 KINDS = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
@@ -26,8 +28,11 @@ KINDS = {
     "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
     "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
     "by name": lambda x: x[torch.multinomial(input=x.detach().square().mean((1, 2)), num_samples=3)],
-    "hidden": lambda x: x * F.gumbel_softmax(x, dim=-1),
+    "gumbel": lambda x: x * F.gumbel_softmax(x, tau=0.9, hard=True, dim=-1),
+    "of python": lambda x: x * random.gauss(1, 0.2),
     "of numpy": lambda x: x * float(np.random.rand()),
+    "hidden": lambda x: F.rrelu(x, training=True),
+    "of its own": lambda x: x * float(OWN.random()),
 }
 
 
@@ -73,7 +78,7 @@ def judged(folder, capsys, *arguments):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of numpy")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of its own")])
 def test_what_is_drawn_is_drawn_again(tmp_path, capsys, kind, autocast):
     status, said = judged(recorded(tmp_path, kind, autocast=autocast), capsys)
     assert status == 0 and said.startswith("PASS: 2 steps"), said
@@ -102,6 +107,16 @@ def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     status, said = judged(tmp_path, capsys)
     assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
+
+
+def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(KINDS, "like", lambda x: x)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)
+    monkeypatch.setattr(torch.nn.LSTM, "train", lambda self, _: torch.nn.Module.train(self, False))
+    recorded(tmp_path, "like")
+    monkeypatch.undo()
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (" in said
 
 
 def elsewhere(folder, **made):
@@ -178,8 +193,8 @@ def test_float32_in_tf32_is_refused(tmp_path, capsys, autocast):
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("hidden", None, "the model calls gumbel_softmax, and the reference would draw other random numbers"),
-        ("of numpy", None, "it draws random numbers that are not of torch's generator for CPUs"),
+        ("hidden", None, "the model calls rrelu, and the reference would draw other random numbers"),
+        ("of its own", None, "it draws random numbers that are not those of torch on CPUs, Python's random"),
         ("dropout", elsewhere, "dropout of 0.1 is active in lstm, and a CPU, where the reference"),
     ],
 )
@@ -189,6 +204,28 @@ def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, m
         change(tmp_path)
     status, said = judged(tmp_path, capsys)
     assert status == 2 and message in said
+
+
+class Inside(torch.nn.Module):
+    """Calls its module inside of torch.func alone, where hooks see nothing, as in compiled code."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.vmap(self.inner)(x + torch.randn_like(x)).square().mean()
+
+
+def test_a_model_inside_of_torch_func_draws_again(tmp_path, capsys):
+    net = Inside()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            net(torch.randn(8, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path, capsys) == (0, "PASS: 2 steps")
 
 
 def test_compiled_code_may_draw_otherwise(tmp_path, capsys):

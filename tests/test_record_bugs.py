@@ -173,6 +173,12 @@ BUGS = {
         None,
         "",
     ),
+    "GradientsRoundedAndClipped": (
+        "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32",
+        NAMED,
+        None,
+        "",
+    ),
     "FrozenByZeroing": (
         "step 1: 1 of 14 gradients is too far from the reference, model.norm.weight",
         UNEXPLAINED,

@@ -143,6 +143,10 @@ if __name__ == "__main__":
 """
 LOWER = "layers[2].input_layernorm.register_forward_hook(lower)"
 TWO = f"{LOWER}; layers[0].input_layernorm.register_forward_hook(lower)"
+ROUNDED = (
+    "layers[2].input_layernorm.register_forward_hook("
+    "lambda module, given, out: out.bfloat16().to(torch.bfloat16 if torch.is_autocast_enabled('cpu') else out.dtype))"
+)
 SCALED = "layers[1].mlp.up_proj.weight.grad.mul_(1.05)"
 SLIGHTLY = "layers[1].self_attn.q_proj.weight.grad.mul_(1.003)"
 NORM = "layers[1].input_layernorm.weight.grad.mul_(1.001)"
@@ -162,6 +166,7 @@ ALONE = (
     [
         ("", "", set()),
         (LOWER, "", {"layers.2.input_layernorm"}),
+        (ROUNDED, "", {"layers.2.input_layernorm"}),
         (TWO, "", {"layers.0.input_layernorm", "layers.2.input_layernorm"}),
         ("", SCALED, {"layers.1.mlp.up_proj"}),
         # In autocast, these are smaller than the rounding errors: the distance hides them, and a projection does not.
@@ -299,3 +304,134 @@ def test_a_model_that_keeps_things(tmp_path, capsys, fields, status, said, dtype
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err, captured.out + captured.err
+
+
+ODD = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.inner.weight.data.mul_(0.3)
+
+    def forward(self, z, x):
+        return torch.tanh(self.inner(z) + x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.take, self.cell, self.give = nn.Linear(4, 8), Cell(), nn.Linear(8, 3)
+        self.teacher = nn.Linear(4, 8).requires_grad_(False)
+
+    def forward(self, x):
+        taken = torch.func.vmap(self.take)(x)
+        with torch.no_grad():
+            z = torch.zeros_like(taken)
+            for _ in range(60):
+                z = self.cell(z, taken)
+        z = self.cell(z, taken)
+        last = z.detach().requires_grad_()
+        again = self.cell(last, taken)
+        def solve(gradient):
+            found = gradient
+            for _ in range(60):
+                found = torch.autograd.grad(again, last, found, retain_graph=True)[0] + gradient
+            return found
+        z.register_hook(solve)
+        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1)), z
+
+def louder(module, given, out):
+    return out * 1.001
+
+def steeper(module, given, out):
+    if out.requires_grad:
+        out.register_hook(lambda gradient: gradient * 1.01)
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    {before}
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(2):
+            loss, hidden = net(torch.randn(6, 4))
+            if number or {first}:
+                asked = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+                assert asked.any()
+                (loss / 2).backward()
+        optimizer.step()
+        with torch.no_grad():
+            net.teacher.weight.lerp_(net.take.weight, 0.01)
+            net.teacher.bias.lerp_(net.take.bias, {share})
+if __name__ == "__main__":
+    main()
+"""
+TRIAL = "net(torch.randn(6, 4))"
+
+
+@pytest.mark.parametrize(
+    "fields, status, said",
+    [
+        ({}, 0, "moved by 0.01 of the way to trained weights"),
+        ({"before": TRIAL}, 0, "the first call of the model counts for nothing"),
+        ({"first": "False"}, 1, "micro batch 0 of rank 0 does not count"),
+        ({"first": "False", "before": TRIAL}, 1, "micro batch 1 of rank 0 does not count"),
+        ({"before": "net.take.register_forward_hook(louder)"}, 1, "forward/cell.inner@61 (micro batch 0"),
+        ({"before": "net.cell.register_forward_hook(steeper)"}, 1, "backward/cell"),
+        ({"share": 0.02}, 1, "teacher.bias and teacher.weight changed between the update of step 1"),
+    ],
+)
+def test_a_model_with_oddities(tmp_path, capsys, fields, status, said):
+    """Gradients of a fixed point, solved for in a hook; a module inside of vmap; a teacher that is an average; a trial before the training;
+    a gradient that the loop asks for at what the model returns."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(ODD.format(**{"before": "pass", "first": True, "share": 0.01, **fields}))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err, captured.out + captured.err
+
+
+PARTS = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.back = nn.Linear(12, 8), nn.Linear(4, 12)
+
+    def forward(self, x):
+        mean, spread = self.code(x).chunk(2, -1)
+        rebuilt, size = F.mse_loss(self.back(mean), x), mean.square().mean()
+        balance = size.square() + spread.square().mean()
+        return {{"loss": rebuilt + 0.1 * balance, "rebuilt": rebuilt, "size": size, "balance": balance}}
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        out = net(torch.randn(16, 12))
+        (out["loss"] + {more}).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "more, status, said", [("0", 0, "PASS: 2 steps"), ("out['balance']", 1, "FAIL: step 1: ")]
+)
+def test_a_loss_that_is_returned_with_its_parts_and_theirs(tmp_path, capsys, more, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(PARTS.format(more=more))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    assert said in capsys.readouterr().out

@@ -26,6 +26,21 @@ def module_of(name: str) -> str:
     return name.split("/", 2)[2]
 
 
+def after_other_hooks(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], Any]) -> None:
+    """A hook on the gradient of a tensor that is called after those that somebody else puts on it later: of the model, such as one that solves
+    for the gradient of a fixed point, or of the loop."""
+    if tensor.grad_fn is None:
+        tensor.register_hook(hook)
+        return
+    place = tensor.output_nr
+
+    def of_function(arriving: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        other = hook(arriving[place])
+        return None if other is None else (*arriving[:place], other, *arriving[place + 1 :])
+
+    tensor.grad_fn.register_prehook(of_function)
+
+
 class Hook:
     """A hook of a recording. A copy of the model has none, nor has one that is read from a file, which needs no Lockstep."""
 
@@ -115,6 +130,9 @@ class ModuleHooks:
     def _see(self, module: str, its_own: torch.nn.Module, _arguments: object, output: object) -> object:
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
             return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors have no values there
+            self.seen.add("torch.func")  # nor is it compiled
+            return None
         bare = self.bare.pop(module, output)
         if (
             bare is not output
@@ -151,7 +169,7 @@ class ModuleHooks:
             self.keep(place, tensor)
             if tensor.requires_grad:
                 # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
-                tensor.register_hook(functools.partial(self._arrives, f"backward/{self.number}/{name}"))
+                after_other_hooks(tensor, functools.partial(self._arrives, f"backward/{self.number}/{name}"))
         if not instead:
             return None
         if isinstance(output, tuple):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.dumps import tree
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+COPY = "lockstep"  # in the metadata of the function that made a copy of what the model returns
 Undo = Callable[[], None]
 
 
@@ -99,8 +100,16 @@ def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
+def _model_s_own(one: Any) -> Any:
+    """What a loop means that asks for the gradient at the copy that it has: other outputs depend on what it is a copy of."""
+    function = getattr(one, "grad_fn", None)
+    if function is None or COPY not in function.metadata:
+        return one
+    return GradientEdge(*function.next_functions[0])
+
+
 # Of each call of torch.autograd.grad that runs: what it gives the gradients of
-ASKED: list[tuple[Any, ...]] = []
+ASKED: list[list[Any]] = []
 
 
 def see_asking() -> Undo:
@@ -109,10 +118,10 @@ def see_asking() -> Undo:
 
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        inputs = (inputs,) if isinstance(inputs, (torch.Tensor, GradientEdge)) else tuple(inputs)
+        inputs = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else [*inputs]
         ASKED.append(inputs)
         try:
-            return real(outputs, inputs, *arguments, **options)
+            return real(outputs, [_model_s_own(one) for one in inputs], *arguments, **options)
         finally:
             ASKED.pop()
 

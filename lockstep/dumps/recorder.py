@@ -11,7 +11,7 @@
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
-        random/M                         the state of torch's generator then, if the model drew from it
+        random/M                         the state of torch's generator then, if the model drew from it; those of Python and numpy are in the JSON
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
@@ -57,7 +57,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 4
+FORMAT = 5
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
@@ -448,6 +448,7 @@ class Recorder:
             own = tensor.clone()  # which the loop may change in place
             copies.add(id(own))
             assert own.grad_fn is not None
+            own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
             # After hooks that the loop itself puts on it, such as one that clips what arrives.
             own.grad_fn.register_prehook(
                 functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
@@ -620,6 +621,9 @@ class Recorder:
 
     def _write(self) -> None:
         self._see_ranks()
+        for number, about in enumerate(self.micro):
+            mine = [place.split("/")[0] for place in self.kept.places if place.split("/")[1] == str(number)]
+            about["used"] &= bool(about["scalars"]) or "backward" in mine or "forward" not in mine
         if self.rank == 0 and self.step == 1:
             made = {
                 "device": str(next(self.model.parameters()).device),

@@ -22,6 +22,9 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, use_eager_experts
 
+Function = Callable[..., Any]
+Given = tuple[Any, ...]  # by their places
+Named = dict[str, Any]
 SIZES = ((2, 3), (4, 5), (3, 7))  # batch and sequence of the passes
 # Nodes of autograd whose result has the order of what they are given
 IN_ORDER = ("SoftmaxBackward0", "SigmoidBackward0", "ToCopyBackward0", "ViewBackward0")
@@ -155,10 +158,10 @@ class CountsTopk(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Given = (),
+        kwargs: Named | None = None,
     ) -> Any:
         result = self.call(function, args, kwargs or {})
         if function not in (torch.topk, torch.Tensor.topk):
@@ -166,7 +169,7 @@ class CountsTopk(TorchFunctionMode):
         self.calls += 1
         return self.see_topk(self.calls - 1, args[0], result)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         """What a function of torch returns."""
         return function(*args, **kwargs)
 

@@ -7,23 +7,33 @@ Of a run on another device, what dropout modules left out is seen in what they r
 """
 
 from collections import Counter
-from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lockstep.dumps.recording import Called
+from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}
 # These draw inside, where no mode sees it.
-HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "rrelu", "rrelu_"}
+HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "rrelu", "rrelu_"}
 LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
 INSTEAD = "record a run without dropout and other random numbers in the model"
+
+
+# Of torch, but written in Python: a mode sees it, and with this, what it calls
+GUMBEL_SOFTMAX = FunctionType(
+    F.gumbel_softmax.__code__,
+    F.gumbel_softmax.__globals__ | {"has_torch_function_unary": lambda _: False},
+    argdefs=F.gumbel_softmax.__defaults__,
+)
 
 
 def dropout_is_active(p: float, name: str) -> UserError:
@@ -53,14 +63,12 @@ def require_called(dropping: dict[str, torch.nn.Dropout], calls: Counter[str]) -
         raise dropout_is_active(dropping[silent].p, silent)
 
 
-def is_drawing(function: Callable[..., Any]) -> bool:
+def is_drawing(function: Function) -> bool:
     """Whether what a function of torch draws depends on the dtype."""
     return getattr(function, "__name__", "") in DRAWING
 
 
-def drawn_in(
-    dtype: torch.dtype, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named) -> Any:
     """What a function that draws returns in this dtype, as float64. Raises UserError for one that cannot be told the dtype."""
     if function.__name__ in HIDDEN:
         raise UserError(

@@ -8,16 +8,18 @@ A mixture's router chooses experts by `torch.topk`. Where two scores are nearly 
 differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.dumps.trace import CountsTopk
+from lockstep.dumps.trace import CountsTopk, Function, Given, Named
 from lockstep.inputs.shapes import use_eager_experts
-from lockstep.verdict.draws import drawn_in, is_drawing
+from lockstep.verdict.draws import GUMBEL_SOFTMAX, drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
@@ -53,15 +55,19 @@ class Told(CountsTopk):
         # By the number of the call, where somebody asks for it
         self.drawn: dict[int, torch.dtype] | None = None
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Function, args: Given, kwargs: Named) -> Any:
+        if function is F.gumbel_softmax:
+            TorchFunctionMode.__enter__(self)  # what it calls is seen, too
+            try:
+                return GUMBEL_SOFTMAX(*args, **kwargs)
+            finally:
+                TorchFunctionMode.__exit__(self, None, None, None)
         if not is_drawing(function):
             return super().call(function, args, kwargs)
         self.draws += 1
         return self.draw(self.draws - 1, function, args, kwargs)
 
-    def draw(
-        self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         """What a function that draws random numbers returns."""
         result = function(*args, **kwargs)
         if self.drawn is not None:
@@ -119,7 +125,7 @@ class Float64(Told):
     lowered = False
     narrow: tuple[torch.dtype, ...] = LOWER
     wide = torch.float64
-    casts: tuple[Callable[..., Any], ...] = CASTS
+    casts: tuple[Function, ...] = CASTS
 
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
@@ -135,7 +141,7 @@ class Float64(Told):
     def _as_in_a_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
         return self._finfo(torch.float32 if dtype is torch.float64 else dtype)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         if function in self.casts:
             self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double if self.wide is torch.float64 else torch.Tensor.float
@@ -146,9 +152,7 @@ class Float64(Told):
             args, kwargs = self._of_one_width(args, kwargs)
         return super().call(function, args, kwargs)
 
-    def draw(
-        self, number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         if self.drawn is None:
             return function(*args, **kwargs)
         return drawn_in(self.drawn.get(number, torch.float32), function, args, kwargs)
@@ -159,7 +163,7 @@ class Float64(Told):
         self.lowered |= leaf is not torch.float32
         return self.wide
 
-    def _of_one_width(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _of_one_width(self, args: Given, kwargs: Named) -> tuple[Any, Named]:
         """The same values. A float32 tensor beside a float64 one, such as a constant of the model's file, is in float64, too."""
         found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
         if self.wide not in found or found.isdisjoint(self.narrow):
@@ -175,7 +179,7 @@ class Float32(Float64):
     casts = (torch.Tensor.double,)
 
 
-def _is_in_place(function: Callable[..., Any]) -> bool:
+def _is_in_place(function: Function) -> bool:
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
 

@@ -94,7 +94,8 @@ class Modules:
                     right, plain = right * scales[name], plain * scales[name]
                 if self.factors is not None:
                     self.factors.add(name, tensor, plain, right, is_weight=False)
-                tensors[name] = tensor
+                # One in a lower dtype than one process gives is no better for it
+                tensors[name] = tensor.to(torch.promote_types(tensor.dtype, near[name].dtype))
                 own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
         rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
         add_pictures(

@@ -224,7 +224,19 @@ class Ranks:
                 return
 
     def judge_unused(self, unused: list[Called]) -> None:
+        first = min(one.number for one in self.micro)
+        later = self.recording.steps[1:]
+        tried = bool(later) and all(one.used for about in later[-1].values() for one in about.micro_batches)
+        before = [one for one in unused if tried and self.verdict.step == 1 and one.number < first]
+        if before:
+            number = len({one.number for one in before})
+            self.verdict.notes.append(
+                f"the first {f'{number} calls of the model count' if number > 1 else 'call of the model counts'} for nothing: "
+                "taken for a trial, as none in the last step does"
+            )
         for called in unused:
+            if called in before:
+                continue
             self.verdict.wrong.append(
                 f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )

@@ -292,6 +292,9 @@ class Reference(Passes):
         bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
         if called.random is not None:
             torch.set_rng_state(called.random)
+        elif self.recording.origin.device == "cpu":
+            # Nothing was drawn: a pass that draws is wrong, and is not to differ from the next one.
+            torch.manual_seed(0)
         restore_generators(called.about.generators)
         self.called = called
         output = self.model(*bound.args, **bound.kwargs, **given)
@@ -457,6 +460,13 @@ class Reference(Passes):
         for name, value in scalars.items():
             if value is loss or not value.requires_grad:
                 continue
+            others = [
+                one for one in scalars.values() if one.requires_grad and one is not loss and one is not value
+            ]
+            if others and name not in self.called.about.scalars:
+                (within,) = torch.autograd.grad(others, value, retain_graph=True, allow_unused=True)
+                if within is not None:  # it counts as another one, which is made of it
+                    continue
             (coefficient,) = torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)
             torch.autograd.backward(value, retain_graph=True)
             gradients = self._arrived_gradients()

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -153,6 +153,9 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         for kind in ("weight/", "attribute/", "state/")
     )
     state += [name.rpartition("/")[0] for name in of_all]
+    shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
+    frozen = recording.steps[step - 1][0].frozen
+    shares: dict[str, float] = {}
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -165,6 +168,18 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
+        elif name in frozen:
+            alike = (one for one, shape in shapes.items() if one not in frozen and shape == after.shape)
+            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
+            shares |= {name: share} if share else {}
+    # Such as a teacher's
+    known = [one for one in shares.values() if not math.isnan(one)]
+    if known and max(known) - min(known) < 1e-2 * max(known):
+        weights = [name for name in weights if name not in shares]
+        verdict.notes.append(
+            f"{and_more(list(shares))} moved by {max(known):.4g} of the way to trained weights between the update of step {step - 1} and step {step}, "
+            "as averages do"
+        )
     if weights:
         verdict.wrong.append(
             f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
@@ -173,6 +188,21 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
+
+
+def _averaged(before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]) -> float:
+    """Which part of the way to one of `others` a weight has moved, but for rounding; 0: none, nan: any, as it is where it was."""
+    rounded = 4 * torch.finfo(after.dtype).eps
+    before, after = before.double(), after.double()
+    if bool(((after - before).abs() <= rounded * before.abs()).all()):
+        return math.nan
+    for other in others:
+        way = other.double() - before
+        share = float((way * (after - before)).sum() / way.square().sum())
+        off = (before + share * way - after).abs()
+        if 0 < share < 1 and bool((off <= rounded * (before.abs() + way.abs())).all()):
+            return share
+    return 0.0
 
 
 def _judge_optimizer(
