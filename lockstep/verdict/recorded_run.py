@@ -38,7 +38,7 @@ def judge(
     whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = _data_parallel(samples)
-    _judge_division(verdict, samples)
+    _judge_division(verdict, samples, len(cut[0]) if cut else 1)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
     _judge_order(verdict, samples)
     _judge_micro_batches(verdict, ranks[0])
@@ -66,10 +66,13 @@ def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
     return found
 
 
-def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """A DistributedSampler divides the samples among as many replicas as read different ones."""
+def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int) -> None:
+    """A DistributedSampler divides the samples among as many replicas as read different ones.
+
+    Where ranks have `pieces` of samples, each may read its own, and all cut those of each in turn, as with DeepSpeed's adapter of loaders.
+    """
     found = {number for steps in ranks for step in steps for number in step.replicas}
-    if len(found) == 1 and found != {len(ranks)}:
+    if len(found) == 1 and not found <= {len(ranks), len(ranks) * pieces}:
         verdict.wrong.append(
             f"a DistributedSampler divides the samples among {max(found)}, and {len(ranks)} data-parallel ranks read different ones"
         )
