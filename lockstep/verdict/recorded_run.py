@@ -69,7 +69,7 @@ def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
 def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int) -> None:
     """A DistributedSampler divides the samples among as many replicas as read different ones.
 
-    Where ranks have `pieces` of samples, each may read its own, and all cut those of each in turn, as with DeepSpeed's adapter of loaders.
+    Where ranks have `pieces` of samples, each may read its own, and all cut those of each in turn.
     """
     found = {number for steps in ranks for step in steps for number in step.replicas}
     if len(found) == 1 and not found <= {len(ranks), len(ranks) * pieces}:
