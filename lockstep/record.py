@@ -151,9 +151,10 @@ class _Finding:
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        self._restore()
+        # The recorder has put its own functions in the places of these: what came last goes first.
         if self.recorder is not None:
             self.recorder.stop()
+        self._restore()
         self.loaders.close()
 
 

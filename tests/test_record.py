@@ -143,7 +143,9 @@ def main():
 def test_a_class_of_the_script_itself(tmp_path, capsys, text, status, said):
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(text)
+    real = torch.autograd.grad
     assert record.main(["--output", str(output), str(script)]) == 0
+    assert torch.autograd.grad is real
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
@@ -549,7 +551,9 @@ if __name__ == "__main__":
 def test_unusual_scripts(tmp_path, capsys, text, status, said):
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(text)
+    real = torch.autograd.grad
     assert record.main(["--output", str(output), str(script)]) == 0
+    assert torch.autograd.grad is real
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()
     assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
