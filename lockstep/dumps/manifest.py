@@ -187,7 +187,7 @@ def _contradictions_of_step(manifest: dict, step: str, exact: bool, first: int) 
     for name, ranks in entry["replicas_differ"].items():
         if name not in entry["tensors"]:
             yield f"replicas_differ names {printable(name, 200)}, which is not among the tensors"
-        if ranks != sorted(set(ranks)) or ranks[-1] >= mesh.world_size or ranks[0] < 0:
+        if ranks != sorted(set(ranks)) or ranks[-1] >= mesh.world_size:
             yield f"replicas_differ has ranks {ranks[:20]} of {printable(name, 200)}; there are 0 to {mesh.world_size - 1}"
     if step == "0":
         return

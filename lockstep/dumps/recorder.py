@@ -30,6 +30,7 @@ import os
 import shutil
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,7 +49,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_du
 from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
 from lockstep.dumps.kept import Kept, copied, digest_of, generators
 from lockstep.dumps.model_outputs import map_left, mapped, outputs_of
-from lockstep.dumps.module_hooks import Hook, ModuleHooks
+from lockstep.dumps.module_hooks import Hook, ModuleHooks, after_other_hooks
 from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.dumps.whole_run import Loaders, WholeRun
@@ -194,7 +195,8 @@ class Recorder:
     def _begin(self) -> None:
         self.kept = Kept(self.plain_shards, self.last_digests)
         self.micro: list[dict[str, Any]] = []
-        self.given: dict[int, Any] = {}  # what the model was called with, by id
+        # What the model was called with, by id; not kept alive, as a graph may hang on it
+        self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         self.frozen: dict[str, int] = {}  # hashes of what requires no gradient, before the first micro batch
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
@@ -268,7 +270,7 @@ class Recorder:
         about = self.micro[number]
         if patches.ASKED:
             # The gradient of what the model is called with is for a later batch, as of an attack, unless it is differentiated in turn.
-            of_batch = not torch.is_grad_enabled() and all(id(one) in self.given for one in patches.ASKED[-1])
+            of_batch = not torch.is_grad_enabled() and all(map(self._was_given, patches.ASKED[-1]))
             about["elsewhere"] |= of_batch and not about["reached"]
             about["asked"] = not of_batch and (about["asked"] or not about["used"])
             return about["asked"]
@@ -277,6 +279,10 @@ class Recorder:
             self.kept.forget(f"backward/{number}/")
             about.update(asked=False, scalars={})
         return True
+
+    def _was_given(self, one: Any) -> bool:
+        own = self.given.get(id(one))
+        return own is not None and own() is one
 
     @_harmless
     def _see_module(self, name: str, tensor: torch.Tensor) -> None:
@@ -360,7 +366,8 @@ class Recorder:
                 tree.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
-        self.given |= {id(one): one for one in tree_leaves(given)}
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        self.given |= {id(one): weakref.ref(one) for one in tensors}
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
         self.generators = generators()
@@ -449,10 +456,8 @@ class Recorder:
             copies.add(id(own))
             assert own.grad_fn is not None
             own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
-            # After hooks that the loop itself puts on it, such as one that clips what arrives.
-            own.grad_fn.register_prehook(
-                functools.partial(self._arrives, about, f"backward/{number}/returned.{name}", value)
-            )
+            place = f"backward/{number}/returned.{name}"
+            after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
 
         returned = mapped(output, watched)
@@ -461,10 +466,9 @@ class Recorder:
 
     @_harmless
     def _arrives(
-        self, about: dict[str, Any], place: str, loss: float | None, arriving: tuple[torch.Tensor | None]
+        self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
     ) -> None:
         """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
-        (gradient,) = arriving
         if gradient is None:
             return
         # Gradients are only enabled in a backward pass that makes a graph of itself.
@@ -622,8 +626,9 @@ class Recorder:
     def _write(self) -> None:
         self._see_ranks()
         for number, about in enumerate(self.micro):
-            mine = [place.split("/")[0] for place in self.kept.places if place.split("/")[1] == str(number)]
-            about["used"] &= bool(about["scalars"]) or "backward" in mine or "forward" not in mine
+            # A model that returns its loss alone was taken for one that is trained on it.
+            seen = any(place.startswith(f"forward/{number}/") for place in self.kept.places)
+            about["used"] &= about["reached"] or about["asked"] or not seen
         if self.rank == 0 and self.step == 1:
             made = {
                 "device": str(next(self.model.parameters()).device),

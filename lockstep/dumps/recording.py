@@ -51,7 +51,8 @@ class MicroBatch(Strict):
     used: bool
     asked: bool = False  # by torch.autograd.grad alone
     reached: bool = False  # by a backward pass
-    elsewhere: bool = False  # in the loss of another model, whose optimizer stepped then
+    # In the loss of another model, whose optimizer stepped then; or for the gradient of the batch alone
+    elsewhere: bool = False
     differentiated: bool = False  # in turn
     together: bool = False  # with the one before: no gradient had arrived there yet
     scalars: dict[Name, MayBreakDown]
@@ -126,7 +127,7 @@ class Step(Strict):
     clips: list[Clip]
     optimizers: list[Optimizer]
     channels_last: list[Name] = []  # parameters
-    hooked_parameters: list[Name] = []
+    hooked_parameters: list[Name] = []  # by register_hook
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     of_others: Whole = 0  # tensors that the optimizers of other models hold

@@ -1,5 +1,6 @@
 """The page of a comparison of strategies."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -86,17 +87,17 @@ def _view(result: Result, name: str, run: Findings) -> View:
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
     far = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
     copies = {(step, tensor) for step, tensor, _ in run.differing}
-    further: dict[str, list[str]] = {}
-    for step, _, tensor, _ in run.failures:
-        if (step, tensor) not in far:
-            what = "not the same on all ranks" if (step, tensor) in copies else "other numbers wrong"
-            further.setdefault(what, []).append(tensor)
+    further = Counter(
+        "not the same on all ranks" if (step, tensor) in copies else "other numbers wrong"
+        for step, _, tensor, _ in run.failures
+        if (step, tensor) not in far
+    )
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further="; ".join(f"{len(names)} {what}" for what, names in further.items()),
+        further="; ".join(f"{number} {what}" for what, number in further.items()),
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],
