@@ -25,6 +25,13 @@ TOKENS = "that of the mean over all tokens of the global batch"
 RANKS = "that of the mean of the ranks' token means"
 MICRO = "that of the mean of the micro batches' means"
 LOGITS = "that of what follows from the gradients at the logits"
+# The strategies of this repository are recorded as anybody's.
+BUILT_IN = {
+    "ddp": "--dp_size 2 --labels completion",
+    "fsdp": "--tp_size 2 --sequence_parallel --gradient_accumulation_steps 2",
+    "deepspeed": "--tp_size 1 --dp_size 2 --zero_stage 3",
+}
+SHORT = "--device cpu --debug_steps 3 --loss_output_dir FOLDER --storage_path FOLDER"
 # Name -> (ranks, script, arguments, what the gradient is)
 RIGHT = {
     "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
@@ -104,6 +111,10 @@ RIGHT = {
     "own fsdp": (2, "own_module.py", "--fsdp", TOKENS),
     "trl dpo": (2, "trl_dpo.py", "--gradient_accumulation_steps 2", f"{LOGITS}, averaged over the ranks"),
     "deepspeed ulysses": (2, "deepspeed_ulysses.py", "", f"{TOKENS}, clipped"),
+    **{
+        f"built in {name}": (2, f"../../train_{name}.py", f"{flags} {SHORT}", f"{TOKENS}, clipped")
+        for name, flags in BUILT_IN.items()
+    },
     "cp contiguous": (2, "context_parallel.py", "", TOKENS),
     "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
     "cp ulysses": (2, "context_parallel.py", "--layout ulysses", TOKENS),
