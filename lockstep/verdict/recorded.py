@@ -18,7 +18,15 @@ from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
-from lockstep.verdict import draws, normalisation, recorded_pieces, recorded_task, recorded_update, redrawn
+from lockstep.verdict import (
+    draws,
+    flash_attention,
+    normalisation,
+    recorded_pieces,
+    recorded_task,
+    recorded_update,
+    redrawn,
+)
 from lockstep.verdict.alone import sentence
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
@@ -55,11 +63,12 @@ def judge(
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
-    verdict = _Step(recording, step, loss, streamed).judge(expect)
-    if redrawn.may_be_chance(verdict):
-        with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
-            verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+    with flash_attention.in_place():
+        streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
+        verdict = _Step(recording, step, loss, streamed).judge(expect)
+        if redrawn.may_be_chance(verdict):
+            with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
+                verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
     return verdict
 
 
@@ -343,6 +352,10 @@ class _Step:
             for exact in (True, False)
         )
         exact.drawn = plain.drawn
+        if exact.kernels:
+            self.verdict.notes.append(
+                f"the model's attention was computed by {and_more(exact.kernels)}; the reference computes the same in plain torch"
+            )
         modules = Modules(self.verdict, self.precision)
         self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
         for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):

@@ -1,0 +1,162 @@
+"""Attention that a run computed with kernels of GPUs, in plain torch: these compute neither on CPUs nor in float64.
+
+The functions are those of the package flash_attn. They have the names, arguments and shapes of https://github.com/Dao-AILab/flash-attention, and stand in the package's place while a
+recorded model is computed. As in the kernels, scores and probabilities are in float32 where the inputs have 16 bits, and the probabilities
+are rounded to the inputs' dtype before they meet the values.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lockstep.ground.errors import UserError
+
+PACKAGES = ("flash_attn", "flash_attn_interface")  # version 2, and version 3
+LOADED = "flash_attention_3"  # the version that transformers does not look for before it imports it
+ANYWHERE = (-1, -1)  # a window that ends on neither side
+
+flash_attn_with_kvcache = None  # which transformers imports, for generation
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """What imports flash_attn meanwhile gets this module, and torch's flex_attention, which CPUs compute without compiling it, is differentiated."""
+    before = {name: sys.modules.get(name) for name in PACKAGES}
+    sys.modules.update(dict.fromkeys(PACKAGES, sys.modules[__name__]))
+    refuse = "torch.nn.attention.flex_attention._validate_device"
+    try:
+        with mock.patch(refuse, lambda *_: None, create=True), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def choose(model: torch.nn.Module) -> list[str]:
+    """Let models of transformers compute attention with what a CPU has. Returns the kernels that the run had, which compute the same."""
+    kernels = set()
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        name = getattr(config, "_attn_implementation", None)
+        if not isinstance(name, str) or not ("flash" in name or "flex" in name):
+            continue
+        # sdpa has no soft cap of its scores
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        has_sdpa = getattr(module, "_supports_sdpa", False) and not capped
+        other = LOADED if "flash" in name else "sdpa" if has_sdpa else "eager"
+        config._attn_implementation = other
+        kernels.add(name)
+    return sorted(kernels - {LOADED} or kernels)  # modules of a model share its config
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = ANYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`q` (batch, positions, heads, head dim); `k`, `v` likewise, whose heads divide those of `q`. Of unequal positions, the last ones are aligned.
+
+    `window_size`: how many positions before and after its own a query sees; `s_aux` (heads): a further score of each head, without a value.
+    Raises UserError for dropout, whose random numbers the kernels draw themselves, and for what is not known here.
+    """
+    if dropout_p or alibi_slopes is not None or return_attn_probs:
+        what = "dropout" if dropout_p else "alibi_slopes" if alibi_slopes is not None else "return_attn_probs"
+        raise UserError(
+            f"flash_attn was called with {what}, which the reference cannot compute; record a run without it"
+        )
+    of_queries, of_keys = (
+        torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1],
+        torch.arange(k.shape[1]),
+    )
+    before, after = window_size[0], 0 if causal else window_size[1]
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    if before >= 0:
+        seen &= of_keys >= of_queries - before
+    if after >= 0:
+        seen &= of_keys <= of_queries + after
+    with torch.autocast(q.device.type, enabled=False):
+        heads, single = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        k, v = (one.repeat_interleave(heads // one.shape[2], 2).transpose(1, 2) for one in (k, v))
+        scores = q.transpose(1, 2).to(single) @ k.to(single).mT
+        scores = scores * (1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if s_aux is not None:
+            further = s_aux.to(single).view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, further], -1)
+        probabilities = scores.softmax(-1)[..., : k.shape[2]] * seen.any(1, keepdim=True)
+        return (probabilities.to(v.dtype) @ v).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = ANYWHERE,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same for sequences one after the other, (positions, heads, head dim): sequence i ends where `cu_seqlens` has its i + 1st entry."""
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), cu_seqlens_k.tolist()
+    parts = (one[None].tensor_split(of[1:-1], 1) for one, of in zip((q, k, v), ends, strict=True))
+    each = [
+        flash_attn_func(queries, keys, values, *options, return_attn_probs, s_aux)
+        for queries, keys, values in zip(*parts, strict=True)
+    ]
+    return torch.cat(each, 1)[0]
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    """`qkv` (batch, positions, 3, heads, head dim)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_func(q, k, v, *more, **options)
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    """`kv` (batch, positions, 2, heads, head dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_func(q, k, v, *more, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *more: Any, **options: Any
+) -> torch.Tensor:
+    """`qkv` (positions, 3, heads, head dim)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *more, **options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, *more: Any, **options: Any
+) -> torch.Tensor:
+    """`kv` (positions, 2, heads, head dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_varlen_func(q, k, v, *more, **options)
