@@ -22,7 +22,7 @@ function showChanges(parent, title, other) {
   if (other.verdict !== page.verdict) lines.push(`The verdict was ${other.verdict} and is ${page.verdict}.`);
   const [before, now] = [other, page].map(firstsText);
   if (before !== now) lines.push(`First wrong tensor: was ${before}, is ${now}.`);
-  if (other.lead !== page.lead) lines.push(`It was said: ${other.lead}`, `It is said: ${page.lead}`);
+  if (other.lead !== page.lead) lines.push(...[["was", other], ["is", page]].filter(([, one]) => one.lead).map(([verb, one]) => `It ${verb} said: ${one.lead}`));
   const [was, is] = [other, page].map((one) => Object.fromEntries(one.found_out));
   for (const entry of Object.keys({ ...was, ...is })) {
     if (was[entry] !== is[entry]) lines.push(`${entry}: ${changed(was[entry] ?? "not said", is[entry] ?? "not said")}`);
@@ -40,8 +40,8 @@ function showChanges(parent, title, other) {
       el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
 }
 
-function firstsText({ views }) {
-  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...causes.map(([cause]) => cause)].join(": "));
+function firstsText({ views, causes: ofRun }) {
+  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...[...causes, ...ofRun].map(([cause]) => cause)].join(": "));
   return found.join("; ") || "none";
 }
 

@@ -1,5 +1,6 @@
 """What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,24 @@ from lockstep.verdict.normalisation import Gradients, Named, Sum
 
 MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+# How the end of a sentence begins, and how it begins alone
+SUBJECTS = {"which is": "the factor is", "they were": "the gradients were"}
+
+
+class Wrong(str):
+    """A sentence about what is wrong. Its end may say why: `cause`, "" where nothing explains it. A plain text is a cause as a whole."""
+
+    what: str
+    cause: str
+
+    def __new__(cls, what: str, why: str = "") -> "Wrong":
+        said = super().__new__(cls, what + why)
+        said.what, said.cause = what, why.lstrip(":;, ")
+        for word, subject in SUBJECTS.items():
+            said.cause = re.sub(f"^{word}", subject, said.cause)
+        return said
 
 
 @dataclass
@@ -71,10 +90,9 @@ def times(row: Judgement) -> str:
 
 
 def described(row: Judgement, alone: Judgement | None) -> str:
-    """What is wrong with a row from the batch on, with its factor: the one of a part is known to the same row of modules by themselves."""
-    if alone is None or alone.factor is None or not alone.of_factor:
-        return row.describe() + times(row)
-    return f"by itself, {alone.factor.describe()}; from the batch, {row.describe()}"
+    """What is wrong with a row: the factor of a part, which is known to the same row of modules by themselves, or else its errors."""
+    factor = alone.factor if alone is not None and alone.of_factor else None
+    return factor.describe() if factor is not None else row.describe() + times(row)
 
 
 def briefly(row: Judgement) -> str:
