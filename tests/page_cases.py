@@ -151,7 +151,7 @@ def copies():
         "recording",
         "FAIL",
         "a recorded run, 4 ranks",
-        "",
+        "step 1: gradients differ between ranks that hold the same",
         [
             "step 1: 4 micro batches",
             f"gradients differ between ranks that hold the same: {WRONG.removeprefix('gradient/')} on rank 1; they were not reduced",

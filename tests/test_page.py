@@ -174,7 +174,7 @@ def test_a_recording_has_both_ways(recordings):
     assert cut == [f"{count} of 26 weights are cut between ranks" for count in (26, 0)]
     assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
     # The first wrong tensor is the headline, and its errors are said once.
-    assert content["lead"] == "" and content["causes"] == []
+    assert content["lead"].startswith("step 1: 1 of 26 gradients is too far") and content["causes"] == []
     assert by_itself["first"][2].startswith("rows 32 to 63 of 64 are 1.5 times what they should be (")
     assert not any("from the batch, relative error" in one for one in content["sentences"])
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
@@ -231,7 +231,8 @@ def test_a_recording_has_its_causes(recordings):
     content = payload(recordings["ddp"])
     (first, _), (second, _) = content["causes"]
     assert re.fullmatch(r"the gradients were clipped by different norms, [\d.]+ and [\d.]+", first)
-    assert second.startswith("rank 0 clipped by a norm of ") and content["lead"] == ""
+    assert second.startswith("rank 0 clipped by a norm of ")
+    assert "clipped" not in content["lead"]
     for kind, expected in (("ddp", first), ("fsdp", "not explained: no cause that Lockstep knows")):
         text = " ".join(Elements(recordings[kind]).texts)
         assert re.search(rf"Cause\s+{re.escape(expected)}", text)

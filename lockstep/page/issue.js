@@ -4,7 +4,7 @@ const LISTED = 12; // tensors of a run that are named
 
 function issueText() {
   const failed = [...page.views.keys()].filter((number) => page.views[number].first);
-  const said = failed.length ? failed.map(headlineOf) : [capital(page.lead)];
+  const said = isHeaded() ? failed.map(headlineOf) : [capital(page.lead)];
   const lines = [`# ${issueTitle(failed)}`, "", `**${page.verdict}**: ${page.title}`, "", ...said, "", ...(page.command ? ["```", page.command, "```", ""] : []), ...issueVerdicts()];
   failed.forEach((number) => {
     const [step, name, what] = page.views[number].first;
@@ -23,6 +23,11 @@ function issueText() {
   lines.push("### How this was found out", "", "Lockstep held each tensor of the run against a float64 reference, which one process computed from the same weights and batches. The attached report.html has the map, the pictures and all numbers.", "");
   lines.push(...page.found_out.filter(([, value]) => value !== page.command).map(([name, value]) => `- ${name}: ${value}`), "");
   return lines.join("\n");
+}
+
+/** Whether the first wrong tensor is the headline. */
+function isHeaded() {
+  return document.getElementById("headline") !== null;
 }
 
 /** The causes of a view, or of the page of a recording. */
@@ -61,7 +66,7 @@ function issueVerdicts() {
 /** What is wrong, before how much, and its cause. */
 function issueTitle([number]) {
   if (page.verdict === "PASS") return `Lockstep: PASS: ${page.title}`;
-  const said = number === undefined ? page.lead.split("; ")[0] : headline(number)[0];
+  const said = isHeaded() ? headline(number)[0] : page.lead.split("; ")[0];
   const [cause] = [...(page.views[number]?.causes ?? []), ...page.causes].map(([name]) => name.split(/[;:] /)[0]);
   return `${capital(said.replace(/\.$/, ""))}${cause && !said.includes(cause) ? `: ${cause}` : ""} (${page.title.split(", ")[0]})`;
 }

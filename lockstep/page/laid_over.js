@@ -22,7 +22,7 @@ function showChanges(parent, title, other) {
   if (other.verdict !== page.verdict) lines.push(`The verdict was ${other.verdict} and is ${page.verdict}.`);
   const [before, now] = [other, page].map(firstsText);
   if (before !== now) lines.push(`First wrong tensor: was ${before}, is ${now}.`);
-  if (other.lead !== page.lead) lines.push(...[["was", other], ["is", page]].filter(([, one]) => one.lead).map(([verb, one]) => `It ${verb} said: ${one.lead}`));
+  if (other.lead !== page.lead) lines.push(`It was said: ${other.lead}`, `It is said: ${page.lead}`);
   const [was, is] = [other, page].map((one) => Object.fromEntries(one.found_out));
   for (const entry of Object.keys({ ...was, ...is })) {
     if (was[entry] !== is[entry]) lines.push(`${entry}: ${changed(was[entry] ?? "not said", is[entry] ?? "not said")}`);

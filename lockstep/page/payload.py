@@ -12,7 +12,6 @@ from lockstep.plan.mesh import runs
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
-from lockstep.verdict.recorded_rows import briefly
 
 FORMAT = 8
 SAID = 500  # sentences of a table
@@ -109,7 +108,7 @@ class Page:
     kind: str  # "verification" or "recording"
     verdict: str
     title: str
-    lead: str  # what was compared or found, in a sentence or two; "" where a recording's first wrong tensor says it
+    lead: str  # what was compared or found, in a sentence or two
     sentences: list[str]  # what else is to be said
     found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
     views: list[View] = field(default_factory=list)
@@ -146,8 +145,10 @@ class Page:
         count.tensors += len(rows)
         count.judged += len(counted)
         count.far += sum(row.too_far for row in counted)
-        found = [one for one in (count.worst, worst_of(counted)) if one is not None]
-        count.worst = max(found, key=lambda one: math.inf if one[2] is None else one[2], default=None)
+        worst = max(counted, key=lambda row: row.multiple, default=None)
+        before = -1.0 if count.worst is None else count.worst[2]
+        if worst is not None and before is not None and not worst.multiple <= before:
+            count.worst = worst.step, worst.name, short(worst.multiple, 2), _hidden(worst) is not None
         table = Table(
             self.views.index(view),
             step,
@@ -174,7 +175,7 @@ class Page:
             if not all(one <= 1 for one in row.ranks.values()):
                 table.ranks[place] = {rank: short(one, 3) for rank, one in row.ranks.items()}
             if len(table.said) < SAID and (row.factor or row.distance.unequal or (alone and row.too_far)):
-                table.said[place] = (briefly(row), _hidden(row))
+                table.said[place] = (row.describe(), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])
@@ -191,12 +192,6 @@ def _places(holds: Iterable[bool]) -> list[list[int]]:
 
 def _hidden(row: Judgement) -> tuple[int, ...] | None:
     return None if row.factor is None or row.is_far else row.factor.part or ()
-
-
-def worst_of(rows: Iterable[Judgement]) -> Worst | None:
-    """The row that is nearest to what is tolerated, or farthest beyond."""
-    row = max(rows, key=lambda row: row.multiple, default=None)
-    return None if row is None else (row.step, row.name, short(row.multiple, 2), _hidden(row) is not None)
 
 
 def short(value: float, digits: int = 4) -> float | None:

@@ -12,7 +12,7 @@ from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import MULTIPLE
-from lockstep.verdict.recorded_rows import StepVerdict, briefly
+from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
@@ -26,6 +26,8 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     *said, headline = recorded_report.lines(steps, run)
     verdict, _, lead = headline.partition(": ")
     where, wrong_there = recorded_report.first_wrong(steps, run)
+    if wrong_there:
+        lead = where + getattr(wrong_there[0], "what", wrong_there[0])
     model = recording.skeleton
     page = Page(
         "recording",
@@ -48,7 +50,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
     judged = dict(zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True))
     wrong = [
-        (row.step, row.name, briefly(row), way)
+        (row.step, row.name, row.describe(), way)
         for way, rows_of in judged.items()
         for step in steps
         for row in rows_of(step)
@@ -58,19 +60,10 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         (step, name, "not the same on all ranks that hold it", FROM_BATCH) for step, name, *_ in differing
     ]
     first = min(wrong, key=_when, default=None)
-    if wrong_there:
-        told = first is not None and where == f"step {first[0]}: "
-        page.lead = "" if told else where + getattr(wrong_there[0], "what", wrong_there[0])
     for way, rows_of in judged.items():
         if not any(map(rows_of, steps)):
             continue
-        view = View(
-            way,
-            way,
-            "FAIL" if any(one[-1] == way for one in wrong) else "PASS",
-            ranks=ranks,
-            differing=differing,
-        )
+        view = View(way, way, verdict, ranks=ranks, differing=differing)
         view.first = first[:3] if first and first[-1] == way else None
         for step in steps:
             about = recording.steps[step.step - 1].values()
@@ -135,17 +128,15 @@ def _differing(recording: Recording, step: int) -> Iterator[tuple]:
     """Gradients and updated weights of which ranks have other copies than the first one that holds the same, as `View.differing`."""
     for kind in ("gradient", "update"):
         for name in recording.names(step, KEYS[kind]):
-            place, first = f"{KEYS[kind]}/{name}", dict[str, int]()
-            odd = dict[int, tuple[int, float | None]]()
+            place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), list[tuple]()
             for rank, about in recording.steps[step - 1].items():
                 one = first.setdefault(str(about.places.get(place)), rank)
-                if one != rank:
-                    own, other = (recording.part(which, step, place) for which in (rank, one))
-                    if own is not None and other is not None and not torch.equal(own, other):
-                        apart = distance_of(own, other.double()).relative
-                        odd[rank] = int((own != other).sum()), short(apart, 3)
+                own, other = (recording.part(which, step, place) for which in (rank, one))
+                if own is not None and other is not None and one != rank and not torch.equal(own, other):
+                    apart = short(distance_of(own, other).relative, 3)
+                    odd.append((rank, int((own != other).sum()), apart))
             if odd:
-                yield step, f"{kind}/{name}", list(odd), *zip(*odd.values(), strict=True)
+                yield step, f"{kind}/{name}", *zip(*odd, strict=True)
 
 
 def _places(ranks: Iterable[Step], name: str) -> Placed:

@@ -537,7 +537,8 @@ class _Step:
             name = worst.name.removeprefix("gradient/")
             hook = "; register_hook has put a hook on it" * (name in self.ranks[0].hooked_parameters)
             are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
-            said = described(worst, self.verdict.by_itself(worst.name))
+            alone = next((row for row in self.verdict.alone if row.name == worst.name), None)
+            said = described(worst, alone)
             self.verdict.wrong.append(
                 Wrong(
                     f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}{name}: {said}{hook}{self.counted}{also}"

@@ -12,7 +12,7 @@ from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
-from lockstep.verdict.recorded_rows import StepVerdict, Wrong, judged, times
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong, judged
 from lockstep.verdict.scalars import Chosen
 
 Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
@@ -128,7 +128,7 @@ class Modules:
                 (
                     order.index(first.name),
                     f"{first.name}{whose} ({first.where}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
-                    f"that are too far from the reference, in order of execution: {first.describe()}{times(first)}",
+                    f"that are too far from the reference, in order of execution: {first.describe()}",
                 )
             )
         self.verdict.wrong += [Wrong(sentence) for _, sentence in sorted(found)]

@@ -33,13 +33,13 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
             factor = "" if right else f"{verdict.factor:.7g} times "
             mean = verdict.named.weighting.label
             found.append(f"  the gradient is {factor}that of {mean}{verdict.clipped}{verdict.difference}")
-        nearest = verdict.nearest
-        if nearest is not None:
-            near = len(verdict.rows) - len(verdict.too_far)
-            share = nearest.multiple
+        farthest = max(verdict.rows, key=lambda row: row.multiple, default=None)
+        if farthest is not None:
+            near = sum(not row.too_far for row in verdict.rows)
+            share = farthest.multiple
             how_far = f"{share:.2f} of" if share <= 1 else f"{share:.3g} times"
             found.append(
-                f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {nearest.name}, is {how_far} what is tolerated"
+                f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {farthest.name}, is {how_far} what is tolerated"
             )
         found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         found += [f"  note: {note}" for note in verdict.notes]

@@ -101,14 +101,14 @@ def _judge_targets(
     assert targets is not None
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
     if not _is_ahead(ids, targets, 1):
-        for ahead, (what, why) in (
-            (0, ("itself", ": labels are not shifted")),
-            (2, ("after the next one", ": labels are shifted twice")),
+        for ahead, what, are in (
+            (0, "itself", "not shifted"),
+            (2, "after the next one", "shifted twice"),
         ):
             # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
             if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
                 said = f"each position is trained to give the token {what}"
-                verdict.wrong.append(Wrong(said, f"{why} ({where})"))
+                verdict.wrong.append(Wrong(said, f": labels are {are} ({where})"))
                 return
     mask = _mask(called, ids)
     if mask:

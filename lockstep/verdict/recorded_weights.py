@@ -192,12 +192,10 @@ class Weighed:
             if allowed > MOST:
                 self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
             elif not abs(total / inside - 1) <= allowed:
-                said = f"{name}, a term of the loss, "
-                often = f"counts {total / inside:.5g} times as often as the rest"
-                if abs(total / inside) <= allowed:
-                    self.verdict.wrong.append(f"{said}does not count")
-                else:
-                    self.verdict.wrong.append(Wrong(said + often, self._why(total / inside)))
+                times = total / inside
+                said = f"{name}, a term of the loss, counts {times:.5g} times as often as the rest"
+                dead = f"{name}, a term of the loss, does not count"
+                self.verdict.wrong.append(dead if abs(times) <= allowed else Wrong(said, self._why(times)))
 
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
