@@ -180,7 +180,7 @@ def uncounted():
         "recording",
         "FAIL",
         "a recorded run",
-        "step 1: micro batches count 1 and 2.",
+        "step 1: micro batches count 1 and 2 (in micro batch 0; by 1).",
         ["step 1: 2 micro batches"],
         [],
     )

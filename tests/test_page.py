@@ -16,14 +16,17 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.dumps.dump import Dump
+from lockstep.dumps.recording import Recording
 from lockstep.ground import files
+from lockstep.page import recording as page_recording
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
 from lockstep.page.recording import _when
 from lockstep.verdict import judgement
 from lockstep.verdict.loss_tolerance import floors, tokens_per_step
 from lockstep.verdict.picture import LEVELS, SIDE, draw
-from lockstep.verdict.recorded_rows import Wrong
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
+from lockstep.verdict.recorded_run import RunVerdict
 
 WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
 SHARD = "gradient/model.layers.1.mlp.down_proj.weight"
@@ -71,7 +74,8 @@ def recordings(tmp_path_factory):
         timeout=120,
     )
     assert [judge.main([str(folder / kind / "run")]) for kind in bugs] == [1, 1]
-    return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+    pages = {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+    return {**pages, "folder": folder}
 
 
 def test_a_comparison_in_numbers(failed, dumps):
@@ -236,6 +240,22 @@ def test_a_recording_has_its_causes(recordings):
     for kind, expected in (("ddp", first), ("fsdp", "not explained: no cause that Lockstep knows")):
         text = " ".join(Elements(recordings[kind]).texts)
         assert re.search(rf"Cause\s+{re.escape(expected)}", text)
+
+
+def test_the_headline_of_a_recording_has_no_cause(recordings, tmp_path):
+    """Nor what a plain sentence says behind its colon; the cause has all of it."""
+    recording = Recording(recordings["folder"] / "fsdp" / "run")
+    for said, lead, cause in (
+        ("ranks differ: more of it", "step 1: ranks differ", "ranks differ: more of it"),
+        (
+            Wrong("the gradient is twice", ", which is dp"),
+            "step 1: the gradient is twice",
+            "the factor is dp",
+        ),
+    ):
+        page_recording.write(recording, [StepVerdict(1, wrong=[said])], RunVerdict(1))
+        content = payload((recording.folder / "report.html").read_text())
+        assert (content["lead"], content["causes"]) == (lead, [[cause, ""]])
 
 
 def test_what_of_a_sentence_is_a_cause():

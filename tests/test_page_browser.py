@@ -20,8 +20,10 @@ from page_cases import (
     copies,
     fed,
     hidden,
+    names,
     positions,
     recording,
+    row,
     study,
     uncounted,
 )
@@ -505,7 +507,10 @@ def test_what_the_page_says_of_ranks_is_not_said_again(opened, tmp_path):
     ]
     page.views[1].observed = said
     (tmp_path / "report.html").write_text(html(page))
-    assert opened(tmp_path / "report.html").text('[data-title="Observed"]') == "Observed\ntwice"
+    shown = opened(tmp_path / "report.html")
+    assert shown.text('[data-title="Observed"]') == "Observed\ntwice"
+    text = issue_of(shown)
+    assert "- observed: twice\n" in text and text.count("- observed: ") == 1
 
 
 def test_copies_that_differ_before_anything_is_too_far(opened):
@@ -534,7 +539,7 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
     [
         (
             "fail",
-            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: relative error 9.33e-01 (2-norm), tolerated 1.0e-06.",
+            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: it is 1.8711 times the reference's.",
         ),
         (
             "hidden",
@@ -548,7 +553,7 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
             "positions",
             "FSDP: the output of model.layers.0.self_attn.q_proj is wrong on rank 1 in step 1: relative error 1.99e-01 (2-norm), tolerated 1.1e-07.",
         ),
-        ("uncounted", "Step 1: micro batches count 1 and 2."),
+        ("uncounted", "Step 1: micro batches count 1 and 2 (in micro batch 0; by 1)."),
     ],
 )
 def test_a_headline_has_the_tensor_the_ranks_and_one_number(opened, name, said):
@@ -566,6 +571,8 @@ def test_a_headline_has_the_tensor_the_ranks_and_one_number(opened, name, said):
         ("exp_avg_sq/a.weight", "", "the second moment of a.weight"),
         ("momentum/a.weight", "", "the momentum of a.weight"),
         ("gradient norm", "", "the gradient norm"),
+        ("", "is 7.4, DDP's is 7.6; 1e-6 is tolerated", "it is 7.4, DDP's is 7.6"),
+        ("", "in micro batch 0, all of it is 1.02 times what it should be (47.5 times what a factor may be off by)", "in micro batch 0, all of it is 1.02 times what it should be"),
         ("", "relative error 1 (2-norm), tolerated 2; 3 (largest element), tolerated 1", "relative error 3 (largest element), tolerated 1"),
         ("", "relative error 1 (2-norm), tolerated 2; 3 (largest element), tolerated 1; its change is 0.5 times the reference's", "its change is 0.5 times the reference's"),
     ],
@@ -615,6 +622,29 @@ def test_the_numbers_of_each_rank(opened):
     assert lines[0] == "0\t0.2" and lines[1].startswith("1\t") and lines[1].endswith(" ✕")
 
 
+def test_what_is_before_the_first_wrong_tensor_of_a_recording_is_ruled_out(opened, tmp_path):
+    """Of its kind, in the order of a step. Negative control: of gradients of weights, whose order says nothing."""
+    page = recording()
+    far, view = f"forward/{WRONG.removeprefix('gradient/').removesuffix('.weight')}", page.views[0]
+    rows = [row(2, name, name == far) for name in names() if name.startswith("forward/")]
+    view.first = (2, far, rows[0].describe())
+    page.add(view, 2, rows, {})
+    (tmp_path / "report.html").write_text(html(page))
+    before = [one.name for one in rows].index(far)
+    assert f"Ruled out\noutputs before it ({before}): right" in opened(tmp_path / "report.html").text(
+        ".finding"
+    )
+    assert "before it" not in opened("recording").text(".finding")
+
+
+def test_copies_in_as_many_elements_are_counted_once(opened):
+    found = opened("pass").tab.evaluate(
+        "(counts) => apartText(new Map(counts.map((count, rank) => [rank, { count, apart: count / 1000 }])))",
+        [64, 64],
+    )
+    assert found == "those of ranks 0, 1 differ by a relative 6.40e-2 in 64 elements each"
+
+
 def test_where_no_tensor_is_too_far_a_failure_says_so(opened):
     """Negative control: not where one is, and not of a PASS."""
     page = opened("uncounted")
@@ -631,6 +661,10 @@ def test_what_is_first_may_be_no_tensor(opened, files, tmp_path):
     (tmp_path / "report.html").write_text(html(page))
     shown = opened(tmp_path / "report.html")
     assert shown.text(".finding .tensor") == "gradient norm" and shown.said == []
+    assert shown.text(".finding h2").startswith("First wrong value") and "First wrong value" in issue_of(
+        shown
+    )
+    shown.tab.keyboard.press("Escape")
     assert "Choose a tensor" in shown.text("#tensor")
 
 
@@ -789,6 +823,7 @@ def issue_of(page):
 def test_copy_as_issue(opened):
     page = opened("fail")
     text = issue_of(page)
+    assert len(text.split("\n")[0]) < 160
     for wanted in (
         "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: shard (tiny-qwen2 in fp32)\n",
         "**FAIL**: tiny-qwen2 in fp32",
@@ -899,7 +934,10 @@ def test_a_contract_is_in_lines(opened):
 
 def test_where_no_tensor_was_judged(opened):
     page = opened("empty")
-    assert "No tensor was judged" in page.text("#model")
+    assert "No tensor was judged" in page.text("#model") and page.tab.query_selector(".verdicts") is None
+    assert page.text(".finding h2") == "No tensor was judged" and "Cause\nnot explained" in page.text(
+        ".finding"
+    )
     assert issue_of(page).startswith("# The gradient is not finite (a run)\n") and page.said == []
 
 

@@ -8,9 +8,12 @@ function issueText() {
   const lines = [`# ${issueTitle(failed)}`, "", `**${page.verdict}**: ${page.title}`, "", ...said, "", ...(page.command ? ["```", page.command, "```", ""] : []), ...issueVerdicts()];
   failed.forEach((number) => {
     const [step, name, what] = page.views[number].first;
-    lines.push(`### First wrong tensor: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...issueNumbers(number, numberOf.get(name), step), ...issueCauses(page.views[number]));
-    const kinds = page.kind === "recording" ? kindsOf(tableOf(number, step)).map(([title, kinds]) => [title.toLowerCase(), [kinds]]) : [];
-    for (const [title, of] of [["observed", page.views[number].observed], ["ruled out", page.views[number].excluded], ...kinds]) {
+    const numbers = issueNumbers(number, numberOf.get(name), step);
+    const [where, ranks] = ["- where: ", "- ranks: "].map((begin) => numbers.some((one) => one.startsWith(begin)));
+    lines.push(`### First wrong ${name.includes("/") ? "tensor" : "value"}: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...numbers, ...issueCauses(page.views[number]));
+    const kinds = page.kind === "recording" ? kindsOf(tableOf(number, step), numberOf.get(name)).map(([title, kinds]) => [title.toLowerCase(), [kinds]]) : [];
+    const { excluded } = page.views[number];
+    for (const [title, of] of [["observed", newlyObserved(page.views[number], where, ranks)], ["ruled out", excluded.length ? [excluded.join("; ")] : []], ...kinds]) {
       lines.push(...of.map((one) => `- ${title}: ${one}`));
     }
     lines.push("");
@@ -66,7 +69,7 @@ function issueVerdicts() {
 /** What is wrong, before how much, and its cause. */
 function issueTitle([number]) {
   if (page.verdict === "PASS") return `Lockstep: PASS: ${page.title}`;
-  const said = isHeaded() ? headline(number)[0] : page.lead.split("; ")[0];
+  const said = isHeaded() ? headline(number)[0] : page.lead.replace(/ \([^()]*\)/g, "").split("; ")[0];
   const [cause] = [...(page.views[number]?.causes ?? []), ...page.causes].map(([name]) => name.split(/[;:] /)[0]);
   return `${capital(said.replace(/\.$/, ""))}${cause && !said.includes(cause) ? `: ${cause}` : ""} (${page.title.split(", ")[0]})`;
 }

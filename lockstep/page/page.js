@@ -72,6 +72,7 @@ function onText(view, ranks, row) {
 function oneNumber(what, row) {
   const factor = what.match(/; (it|its change) is (\S+) times the reference's/);
   if (factor) return `${factor[1]} is ${factor[2]} times the reference's`;
+  if (what.startsWith("is ")) return `it ${what.split("; ")[0]}`;
   const [first, second] = what.replace(/^by itself, /, "").replace(/ \([^()]* times what [^()]*\)/, "").split("; ");
   return row && row.error <= row.tolerated && second?.includes("(largest element)") ? `relative error ${second}` : first;
 }
@@ -91,12 +92,11 @@ function sayWhere(section, view) {
   const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
-  // What has been said already
-  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
-  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => told.some((said) => said.test(one.textContent)) && one.remove());
+  const observed = newlyObserved(page.views[view], where, ranks);
+  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => observed.includes(one.textContent) || one.remove());
   list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
   if (page.kind === "recording") {
-    for (const [title, said] of kindsOf(tableOf(view, step))) list.append(pair(title, said));
+    for (const [title, said] of kindsOf(tableOf(view, step), number)) list.append(pair(title, said));
   }
   section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
 }
@@ -107,6 +107,12 @@ function fitPanel() {
   const top = parseFloat(getComputedStyle(panel).top);
   const room = blocks.getBoundingClientRect().bottom - top;
   panel.style.maxHeight = isBeside() && blocks.offsetHeight > innerHeight && room < innerHeight - top ? `${Math.max(room, 96)}px` : "";
+}
+
+/** What was observed of a view's first wrong tensor, without what is said of where and on which ranks it is wrong. */
+function newlyObserved({ observed }, where, ranks) {
+  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
+  return observed.filter((one) => !told.some((said) => said.test(one)));
 }
 
 /** Opens a tensor where it is wrong, and brings it and its cell into view. */
@@ -131,8 +137,8 @@ function showPanel() {
   else scrollBy(0, Math.min(0, panel.getBoundingClientRect().top - parseFloat(getComputedStyle(panel).top)));
 }
 
-/** [title, kinds of tensors in words]: which are all right in a table, and of which some are too far or have copies that differ. */
-function kindsOf(table) {
+/** [title, kinds of tensors in words]: which are all right in a table, and of which some are too far or have copies that differ; those before `first` are right. */
+function kindsOf(table, first) {
   const counts = new Map();
   const [far, odd] = [new Set(table.far), copiesOf(table)];
   table.names.forEach((name, place) => {
@@ -140,9 +146,12 @@ function kindsOf(table) {
     const [wrong, all] = counts.get(title) ?? [0, 0];
     counts.set(title, [wrong + (far.has(place) || odd.has(name) ? 1 : 0), all + 1]);
   });
+  const same = kindOf(page.names[first] ?? "");
+  const before = table.names.slice(0, table.names.indexOf(first)).filter((name) => kindOf(page.names[name]) === same).length;
+  const earlier = before && !OF_WEIGHTS.has(same) ? `${KINDS[same].toLowerCase()} before it (${before})` : "";
   const of = (holds, text) => [...counts].filter(([, [wrong]]) => holds(wrong)).map(text).join(", ");
   return [
-    ["Ruled out", of((wrong) => !wrong, ([title, [, all]]) => `${title} (${all})`), ": right"],
+    ["Ruled out", [of((wrong) => !wrong, ([title, [, all]]) => `${title} (${all})`), earlier].filter(Boolean).join(", "), ": right"],
     [`Wrong in step ${table.step}`, of((wrong) => wrong, ([title, [wrong, all]]) => `${wrong} of ${all} ${title}`), ""],
   ].flatMap(([title, kinds, end]) => (kinds ? [[title, kinds + end]] : []));
 }

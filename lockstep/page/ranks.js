@@ -11,7 +11,8 @@ function apartText(odd) {
   const ranks = [...odd.keys()];
   const [counts, aparts] = ["count", "apart"].map((key) => [...odd.values()].map((one) => one[key]).filter((one) => one !== null));
   const by = aparts.length ? ` by a relative ${sci(Math.max(...aparts))}` : "";
-  const where = counts.length ? ` in ${counts.map((count) => count.toLocaleString("en")).join(", ")} elements` : "";
+  const each = [...new Set(counts)];
+  const where = each.length ? ` in ${each.map((count) => count.toLocaleString("en")).join(", ")} elements${ranks.length > 1 && each.length === 1 ? " each" : ""}` : "";
   return `${ranks.length === 1 ? `rank ${ranks[0]}'s differs` : `those of ${listed(ranks)} differ`}${by}${where}`;
 }
 

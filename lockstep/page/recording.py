@@ -27,7 +27,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     verdict, _, lead = headline.partition(": ")
     where, wrong_there = recorded_report.first_wrong(steps, run)
     if wrong_there:
-        lead = where + getattr(wrong_there[0], "what", wrong_there[0])
+        lead = where + getattr(wrong_there[0], "what", wrong_there[0].partition(": ")[0])
     model = recording.skeleton
     page = Page(
         "recording",

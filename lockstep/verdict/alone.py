@@ -36,7 +36,7 @@ def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
         which, _, rest = factor.name.partition("/")
         number, _, module = rest.partition("/")
         if which != "gradient":
-            factor = replace(factor, where=f" in micro batch {number}")
+            factor = replace(factor, where=f"in micro batch {number}, ")
         found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
     return [replace(row, factor=found.get(row.name)) for row in rows]
 
