@@ -262,6 +262,8 @@ def test_a_click_on_the_map_moves_nothing(opened, width):
     assert page.text("#tensor h3") == "gradient/lm_head.weight"
     assert page.tab.locator("#reading button").count() == (width == 400)
     if width == 400:
+        button, box = (page.tab.locator(one).bounding_box() for one in ("#reading button", "#reading"))
+        assert box["y"] <= button["y"] and button["y"] + button["height"] <= box["y"] + box["height"]
         page.tab.click("#reading button")
         assert 0 <= page.tab.locator("#tensor-name").bounding_box()["y"] < 450
 

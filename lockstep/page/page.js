@@ -186,7 +186,7 @@ function read(name) {
   const copies = copiesText(state, page.names[name]);
   const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row, copies)}${errors}${row.far && copies ? `; ${copies}` : ""}`;
   const below = isBeside() || name !== state.tensor ? null : el("button", { type: "button", onclick: showPanel }, "See it below");
-  document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers, ...(below ? [" ", below] : []));
+  document.getElementById("reading").replaceChildren(...(below ? [below] : []), el("code", {}, page.names[name]), numbers);
 }
 
 function open(name) {
