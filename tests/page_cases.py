@@ -148,11 +148,23 @@ def copies():
     output, gradient, update = "forward/model.norm", WRONG, WRONG.replace("gradient/", "update/")
     ranks = [{"rank": rank} for rank in range(4)]
     page = Page(
-        "recording", "FAIL", "a recorded run", "step 1: gradients differ; they were not reduced.", [], []
+        "recording",
+        "FAIL",
+        "a recorded run, 4 ranks",
+        "step 1: gradients differ between ranks that hold the same",
+        [
+            "step 1: 4 micro batches",
+            f"gradients differ between ranks that hold the same: {WRONG.removeprefix('gradient/')} on rank 1; they were not reduced",
+            "3 of 3 tensors and losses are near enough; the farthest, forward/model.norm, is 0.2 of what is tolerated",
+            "step 2: 4 micro batches",
+            "forward/model.norm is the first of 1 of 1 outputs that are too far from the reference",
+        ],
+        [],
+        causes=[("the gradients were not reduced", "")],
     )
     one = View("from the batch", "from the batch", "FAIL", ranks=ranks)
     one.first = (1, WRONG, "not the same on all ranks that hold it")
-    one.differing = [(1, WRONG, [1], [6]), (1, update, [1], [6])]
+    one.differing = [(1, WRONG, [1], [6], [0.876]), (1, update, [1], [6], [0.001])]
     for step in (1, 2):
         rows = [row(step, name, step == 2 and name == output) for name in (output, gradient, update)]
         if step == 2:
@@ -168,7 +180,7 @@ def uncounted():
         "recording",
         "FAIL",
         "a recorded run",
-        "step 1: micro batches count 1 and 2.",
+        "step 1: micro batches count 1 and 2 (in micro batch 0; by 1).",
         ["step 1: 2 micro batches"],
         [],
     )

@@ -100,7 +100,7 @@ def test_what_rounding_errors_hide(bug, copied):
     assert result.verdict("fsdp") == "FAIL" and result.verdict("ddp") == "PASS"
     assert run.failures[0][:1] + run.failures[0][2:3] == (1, wrong[0])
     assert (
-        "times what a factor may be off by); its distance is within what is tolerated: " in run.failures[0][3]
+        "times what a factor may be off by); its distance is within what is tolerated" in run.failures[0][3]
     )
 
 

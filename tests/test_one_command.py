@@ -101,7 +101,7 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
     assert result.returncode == 1 and lines[-1] == "FAIL", result.stdout + result.stderr
     assert any(line.strip() == "Cause" for line in lines)
     assert any(line.startswith(label) and line.endswith("FAIL") for line in lines)
-    said = f"First tensor too far, {label}: step 1, gradient pass, gradient of model.norm.weight"
+    said = f"First tensor too far, {label}: step 1, gradient/model.norm.weight"
     assert any(line.startswith(said) for line in lines)
     assert history.read(tmp_path / "out" / "loss_doubled_activation_checkpointing.json").run["label"] == label
     assert "Doubled" in plotted(tmp_path / "out", status=1) and (tmp_path / "figure.png").is_file()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 import shutil
 from html.parser import HTMLParser
@@ -15,13 +16,17 @@ from ranks import run_groups
 
 from lockstep import compare, judge
 from lockstep.dumps.dump import Dump
+from lockstep.dumps.recording import Recording
 from lockstep.ground import files
+from lockstep.page import recording as page_recording
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
 from lockstep.page.recording import _when
 from lockstep.verdict import judgement
 from lockstep.verdict.loss_tolerance import floors, tokens_per_step
 from lockstep.verdict.picture import LEVELS, SIDE, draw
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
+from lockstep.verdict.recorded_run import RunVerdict
 
 WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
 SHARD = "gradient/model.layers.1.mlp.down_proj.weight"
@@ -69,7 +74,8 @@ def recordings(tmp_path_factory):
         timeout=120,
     )
     assert [judge.main([str(folder / kind / "run")]) for kind in bugs] == [1, 1]
-    return {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+    pages = {kind: (folder / kind / "run" / "report.html").read_text() for kind in bugs}
+    return {**pages, "folder": folder}
 
 
 def test_a_comparison_in_numbers(failed, dumps):
@@ -171,7 +177,10 @@ def test_a_recording_has_both_ways(recordings):
     cut = [dict(payload(recordings[kind])["found_out"])["sharding"] for kind in ("fsdp", "ddp")]
     assert cut == [f"{count} of 26 weights are cut between ranks" for count in (26, 0)]
     assert (found_out["precision"], found_out["device"]) == ("weights in float32", "cpu")
-    assert "rows 32 to 63 of 64 are 1.5 times what they should be" in content["lead"]
+    # The first wrong tensor is the headline, and its errors are said once.
+    assert content["lead"].startswith("step 1: 1 of 26 gradients is too far") and content["causes"] == []
+    assert by_itself["first"][2].startswith("rows 32 to 63 of 64 are 1.5 times what they should be (")
+    assert not any("from the batch, relative error" in one for one in content["sentences"])
     table, place = row_of(content, 0, 1, "forward/model.layers.0.mlp")
     assert re.fullmatch(r"micro batch \d, rank \d", table["where"][str(place)])
 
@@ -205,11 +214,11 @@ def test_a_batch_that_is_wrong_has_a_picture(dumps, tmp_path):
 def test_copies_that_differ_in_a_recording(recordings):
     """In each element that is not zero, of every gradient. Negative control: FSDP2's ranks hold nothing twice."""
     content = payload(recordings["ddp"])
-    found = {
-        name: (ranks, counts) for step, name, ranks, counts in content["views"][0]["differing"] if step == 1
-    }
+    found = {name: found for step, name, *found in content["views"][0]["differing"] if step == 1}
     assert {name for name in content["names"] if name.startswith("gradient/")} <= found.keys()
-    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == ([1], [64 * 64])
+    # Clipped by norms of 1.037148 and 1.140863
+    apart = pytest.approx([1 - 1.037148 / 1.140863], rel=1e-2)
+    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == [[1], [64 * 64], apart]
     assert payload(recordings["fsdp"])["views"][0]["differing"] == []
 
 
@@ -218,7 +227,48 @@ def test_copies_that_differ_are_the_first_of_a_recording(recordings):
     by_itself, from_batch = payload(recordings["ddp"])["views"]
     step, name, what = from_batch["first"]
     assert (step, name.split("/")[0], what) == (1, "gradient", "not the same on all ranks that hold it")
-    assert by_itself["first"] is None and "not the same on all ranks" in from_batch["further"]
+    assert by_itself["first"] is None
+
+
+def test_a_recording_has_its_causes(recordings):
+    """Without what they explain, which is the headline. Negative control: FSDP2's, of which none is known."""
+    content = payload(recordings["ddp"])
+    (first, _), (second, _) = content["causes"]
+    assert re.fullmatch(r"the gradients were clipped by different norms, [\d.]+ and [\d.]+", first)
+    assert second.startswith("rank 0 clipped by a norm of ")
+    assert "clipped" not in content["lead"]
+    for kind, expected in (("ddp", first), ("fsdp", "not explained: no cause that Lockstep knows")):
+        text = " ".join(Elements(recordings[kind]).texts)
+        assert re.search(rf"Cause\s+{re.escape(expected)}", text)
+
+
+def test_the_headline_of_a_recording_has_no_cause(recordings, tmp_path):
+    """Nor what a plain sentence says behind its colon; the cause has all of it."""
+    recording = Recording(recordings["folder"] / "fsdp" / "run")
+    for said, lead, cause in (
+        ("ranks differ: more of it", "step 1: ranks differ", "ranks differ: more of it"),
+        (
+            Wrong("the gradient is twice", ", which is dp"),
+            "step 1: the gradient is twice",
+            "the factor is dp",
+        ),
+    ):
+        page_recording.write(recording, [StepVerdict(1, wrong=[said])], RunVerdict(1))
+        content = payload((recording.folder / "report.html").read_text())
+        assert (content["lead"], content["causes"]) == (lead, [[cause, ""]])
+
+
+def test_what_of_a_sentence_is_a_cause():
+    """It stays so where steps are judged in other processes."""
+    said = "the gradient is 2 times that of the mean"
+    for why, cause in (
+        (", which is the world size", "the factor is the world size"),
+        (": each rank has its own", "each rank has its own"),
+        ("; they were not reduced", "the gradients were not reduced"),
+        ("", ""),
+    ):
+        one = pickle.loads(pickle.dumps(Wrong(said, why)))
+        assert (one, one.what, one.cause) == (said + why, said, cause)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from page_cases import (
     copies,
     fed,
     hidden,
+    names,
     positions,
     recording,
+    row,
     study,
     uncounted,
 )
@@ -156,7 +158,7 @@ def test_the_first_failure_is_open(opened):
     first = "gradient/model.layers.1.mlp.down_proj.weight"
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
     said = page.text(".finding")
-    assert "than one element may be: rows 4 to 7 of 8." in said
+    assert "elements are too far off: rows 4 to 7 of 8." in said
     assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3" in said
     assert "in 6 elements, which was not judged" in said and page.text(".rank.differs").startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
@@ -189,7 +191,7 @@ def test_crosses_and_counts_follow_what_is_chosen(opened):
         return [f"{one.get_attribute('name')} {one.get_attribute('value')}" for one in marked]
 
     assert crosses() == ["view 1", "alone true", "step 1"]
-    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is wrong.")
+    assert page.text("#way").startswith("FSDP, step 1, each module by itself: 1 of 2 tensors is too far.")
     page.tab.check('input[name="step"][value="2"]')
     assert page.text("#way").startswith("FSDP, step 2, each module by itself: 0 of 2 tensors")
     page.tab.check(FROM_BATCH)
@@ -207,7 +209,7 @@ def test_counts_have_their_keys(opened):
         "1 of 4 tensors",
         "0 of 120 tensors",
     ]
-    assert "wrong in steps 1, 2 together" in opened("hidden").text(".verdicts thead")
+    assert "too far in steps 1, 2 together" in opened("hidden").text(".verdicts thead")
     assert (
         opened("recording").text(".verdicts tbody tr:last-child td").startswith("1 of 49 tensors and losses")
     )
@@ -232,6 +234,38 @@ def test_a_map_has_lines_and_columns_of_the_forward_pass(opened):
         assert [line for line in found[kind]["lines"] if "script" not in line] == lines
         assert found[kind]["columns"][:3] == ["itself", "self_attn.q_proj", "self_attn.o_proj"]
         assert set(found[kind]["outside"]) == {1}
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_click_on_the_map_moves_nothing(opened, width):
+    """Nor does the pointer, however long the name is that it reads. On a narrow screen, a button leads to the tensor below."""
+    page = opened("fail", width=width)
+    page.tab.check(FROM_BATCH)
+    cells = [
+        f'.cell[aria-label^="{name},"]' for name in (HEADED, "forward/model.norm", "gradient/lm_head.weight")
+    ]
+    page.tab.locator(cells[0]).scroll_into_view_if_needed()
+
+    def places():
+        return page.tab.evaluate(
+            "(cells) => [scrollY, ...cells.map((one) => Math.round(document.querySelector(one).getBoundingClientRect().top))]",
+            cells,
+        )
+
+    before = places()
+    for cell in cells:
+        page.tab.evaluate(
+            "(one) => { for (const kind of ['mouseover', 'click']) document.querySelector(one).dispatchEvent(new MouseEvent(kind, { bubbles: true })); }",
+            cell,
+        )
+        assert places() == before
+    assert page.text("#tensor h3") == "gradient/lm_head.weight"
+    assert page.tab.locator("#reading button").count() == (width == 400)
+    if width == 400:
+        button, box = (page.tab.locator(one).bounding_box() for one in ("#reading button", "#reading"))
+        assert box["y"] <= button["y"] and button["y"] + button["height"] <= box["y"] + box["height"]
+        page.tab.click("#reading button")
+        assert 0 <= page.tab.locator("#tensor-name").bounding_box()["y"] < 450
 
 
 def test_the_open_tensor_and_its_cell_are_in_view_together(opened):
@@ -299,7 +333,7 @@ def test_what_only_a_module_by_itself_shows_is_open(opened):
     assert BY_A_FACTOR in page.text("#tensor") and "300 times what is tolerated" not in page.text("body")
     assert (
         "Ranks\nthe shard of ranks 1, 3 (tp 1) alone\n"
-        "Where\nThe factor is in rows 4 to 7 of 8. Each element by itself is within rounding errors; only together do they show the factor."
+        "Where\nThe factor is in rows 4 to 7 of 8. No element is too far off alone; only together do they show the factor."
     ) in page.text(".finding")
     assert ", of a factor" in page.text(".verdicts tbody tr:nth-child(3)")
     text = issue_of(page)
@@ -475,7 +509,10 @@ def test_what_the_page_says_of_ranks_is_not_said_again(opened, tmp_path):
     ]
     page.views[1].observed = said
     (tmp_path / "report.html").write_text(html(page))
-    assert opened(tmp_path / "report.html").text('[data-title="Observed"]') == "Observed\ntwice"
+    shown = opened(tmp_path / "report.html")
+    assert shown.text('[data-title="Observed"]') == "Observed\ntwice"
+    text = issue_of(shown)
+    assert "- observed: twice\n" in text and text.count("- observed: ") == 1
 
 
 def test_copies_that_differ_before_anything_is_too_far(opened):
@@ -483,19 +520,95 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
     page = opened("copies")
     assert page.text(".finding .tensor") == WRONG == page.text("#tensor h3")
     said = page.text(".finding")
-    blamed = "no rank alone: rank 1 has another copy than ranks 0, 2, 3, in 6 elements, and no copy is known to be right"
-    assert blamed in said and "elements are farther off" not in said
-    assert "Gradients of weights: 0 of 1 right" in said and "Outputs: all 1 right" in said
+    blamed = "Ranks\nrank 1 has another copy than ranks 0, 2, 3, in 6 elements; no copy is known to be right"
+    assert blamed in said and "elements are too far" not in said
+    assert (
+        "Ruled out\noutputs (1): right\nWrong in step 1\n1 of 1 gradients of weights, 1 of 1 updates" in said
+    )
     marked = page.tab.eval_on_selector_all(
         ".cell.copies[data-name]", "all => all.map((one) => one.ariaLabel)"
     )
     assert [one.split(", ")[0] for one in marked] == [WRONG, WRONG.replace("gradient/", "update/")]
-    assert all(one.endswith(", not the same on all ranks") for one in marked)
-    assert "0 of 3 tensors are wrong; 2 are not the same on all ranks." in page.text("#way")
-    assert issue_of(page).startswith("# step 1: gradients differ (a recorded run)\n")
+    assert all(", copies differ between ranks; the copy that was judged: 0." in one for one in marked)
+    assert "0 of 3 tensors are too far; copies of 2 of them differ between ranks." in page.text("#way")
     page.tab.keyboard.press("Escape")
     page.tab.check('input[name="step"][value="2"]')
     assert page.tab.query_selector(".cell.copies[data-name]") is None
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (
+            "fail",
+            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: it is 1.8711 times the reference's.",
+        ),
+        (
+            "hidden",
+            "FSDP: the gradient of lm_head.weight is wrong on ranks 1, 3 in step 1: rows 4 to 7 of 8 are 1.003 times what they should be.",
+        ),
+        (
+            "copies",
+            "Copies of the gradient of model.layers.1.mlp.down_proj.weight differ between ranks in step 1: rank 1's differs by a relative 8.76e-1 in 6 elements.",
+        ),
+        (
+            "positions",
+            "FSDP: the output of model.layers.0.self_attn.q_proj is wrong on rank 1 in step 1: relative error 1.99e-01 (2-norm), tolerated 1.1e-07.",
+        ),
+        ("uncounted", "Step 1: micro batches count 1 and 2 (in micro batch 0; by 1)."),
+    ],
+)
+def test_a_headline_has_the_tensor_the_ranks_and_one_number(opened, name, said):
+    """And the cause has a row of its own. Where no tensor is too far, the sentence of the verdict is the headline."""
+    page = opened(name)
+    assert page.text(".lead") == said
+    assert page.tab.locator(".finding [data-title=Cause]").count() == 1
+
+
+@pytest.mark.parametrize(
+    "name, what, said",
+    [
+        ("forward/a.input", "", "the input of a"),
+        ("backward/a.input.1", "", "the gradient at the input of a"),
+        ("exp_avg_sq/a.weight", "", "the second moment of a.weight"),
+        ("momentum/a.weight", "", "the momentum of a.weight"),
+        ("gradient norm", "", "the gradient norm"),
+        ("", "is 7.4, DDP's is 7.6; 1e-6 is tolerated", "it is 7.4, DDP's is 7.6"),
+        ("", "in micro batch 0, all of it is 1.02 times what it should be (47.5 times what a factor may be off by)", "in micro batch 0, all of it is 1.02 times what it should be"),
+        ("", "relative error 1 (2-norm), tolerated 2; 3 (largest element), tolerated 1", "relative error 3 (largest element), tolerated 1"),
+        ("", "relative error 1 (2-norm), tolerated 2; 3 (largest element), tolerated 1; its change is 0.5 times the reference's", "its change is 0.5 times the reference's"),
+    ],
+)  # fmt: skip
+def test_tensors_and_their_errors_in_words(opened, name, what, said):
+    """Of two errors, the one that is beyond what is tolerated."""
+    found = opened("pass").tab.evaluate(
+        "([name, what]) => what ? oneNumber(what, { error: 1, tolerated: 2 }) : inWords(name)", [name, what]
+    )
+    assert found == said
+
+
+def test_a_copy_that_differs_is_not_shown_as_right(opened):
+    """Where its share stands: in the panel, beside the map, and for a screen reader. Negative control: the output, of which no rank has another copy."""
+    page = opened("copies")
+    said = "copies differ between ranks: rank 1's differs by a relative 8.76e-1 in 6 elements; the copy that was judged: 0.2 of what is tolerated"
+    assert said in page.text("#tensor") and said in page.text("#reading")
+    assert "6 of 48 elements differ, by a relative 8.76e-1" in page.text("#on-ranks")
+    lines = page.tab.locator('#tensor [aria-label="Errors from the batch"] tbody tr').all_inner_texts()
+    assert [("copies differ" in line) for line in lines] == [True, False]
+    page.tab.click('.cell[aria-label^="forward/model.norm,"]')
+    assert "copies differ" not in page.text("#tensor") + page.text("#reading")
+
+
+def test_counts_of_one_thing_are_the_same_everywhere(opened):
+    """Too far, and copies that differ: in the table, above the map, below it, in the finding and in the issue."""
+    page = opened("copies")
+    of_all = "1 of 6 tensors and losses; copies of 2 differ between ranks"
+    assert of_all in page.text(".verdicts") and f"| {of_all} |" in issue_of(page)
+    page.tab.keyboard.press("Escape")
+    assert "0 of 3 tensors are too far; copies of 2 of them differ between ranks." in page.text("#way")
+    assert "In step 1, the copies of 2 tensors differ between ranks." in page.text("#ranks")
+    page.tab.check('input[name="step"][value="2"]')
+    assert page.text("#way").endswith("1 of 3 tensors is too far.")
 
 
 def test_the_numbers_of_each_rank(opened):
@@ -511,11 +624,34 @@ def test_the_numbers_of_each_rank(opened):
     assert lines[0] == "0\t0.2" and lines[1].startswith("1\t") and lines[1].endswith(" ✕")
 
 
+def test_what_is_before_the_first_wrong_tensor_of_a_recording_is_ruled_out(opened, tmp_path):
+    """Of its kind, in the order of a step. Negative control: of gradients of weights, whose order says nothing."""
+    page = recording()
+    far, view = f"forward/{WRONG.removeprefix('gradient/').removesuffix('.weight')}", page.views[0]
+    rows = [row(2, name, name == far) for name in names() if name.startswith("forward/")]
+    view.first = (2, far, rows[0].describe())
+    page.add(view, 2, rows, {})
+    (tmp_path / "report.html").write_text(html(page))
+    before = [one.name for one in rows].index(far)
+    assert f"Ruled out\noutputs before it ({before}): right" in opened(tmp_path / "report.html").text(
+        ".finding"
+    )
+    assert "before it" not in opened("recording").text(".finding")
+
+
+def test_copies_in_as_many_elements_are_counted_once(opened):
+    found = opened("pass").tab.evaluate(
+        "(counts) => apartText(new Map(counts.map((count, rank) => [rank, { count, apart: count / 1000 }])))",
+        [64, 64],
+    )
+    assert found == "those of ranks 0, 1 differ by a relative 6.40e-2 in 64 elements each"
+
+
 def test_where_no_tensor_is_too_far_a_failure_says_so(opened):
     """Negative control: not where one is, and not of a PASS."""
     page = opened("uncounted")
     assert page.text(".finding h2") == "No tensor is too far" and page.tab.is_visible(".notes")
-    assert issue_of(page).startswith("# step 1: micro batches count 1 and 2. (a recorded run)")
+    assert issue_of(page).startswith("# Step 1: micro batches count 1 and 2 (a recorded run)")
     for name in ("copies", "recording", "pass", "fail"):
         assert "No tensor is too far" not in opened(name).text("header")
 
@@ -527,6 +663,10 @@ def test_what_is_first_may_be_no_tensor(opened, files, tmp_path):
     (tmp_path / "report.html").write_text(html(page))
     shown = opened(tmp_path / "report.html")
     assert shown.text(".finding .tensor") == "gradient norm" and shown.said == []
+    assert shown.text(".finding h2").startswith("First wrong value") and "First wrong value" in issue_of(
+        shown
+    )
+    shown.tab.keyboard.press("Escape")
     assert "Choose a tensor" in shown.text("#tensor")
 
 
@@ -583,7 +723,7 @@ def test_ways_to_compute_are_said_once_and_in_one_order(opened):
         page = opened(name)
         ways = page.tab.locator(".ways dfn").all_inner_texts()
         assert ways == ["each module by itself", "from the batch"]
-        assert page.text("body").count("so what follows a wrong tensor is wrong, too") == 1
+        assert page.text("body").count("What follows from a wrong tensor is then too far as well.") == 1
         choice = page.tab.locator("#choices fieldset", has=page.tab.locator("legend:text-is('Computed')"))
         labels = choice.locator("label").all_inner_texts()
         assert [one.strip().removesuffix(", has failures").strip() for one in labels] == ways
@@ -685,10 +825,12 @@ def issue_of(page):
 def test_copy_as_issue(opened):
     page = opened("fail")
     text = issue_of(page)
+    assert len(text.split("\n")[0]) < 160
     for wanted in (
-        "# gradient/model.layers.1.mlp.down_proj.weight is wrong in step 1, FSDP: shard: tiny-qwen2 in fp32",
+        "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: shard (tiny-qwen2 in fp32)\n",
         "**FAIL**: tiny-qwen2 in fp32",
-        "Attach report.html",
+        "The attached report.html has the map",
+        "\n- cause: shard: see ",
         "### First wrong tensor: FSDP",
         "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",
         "rows 4 to 7",
@@ -701,20 +843,38 @@ def test_copy_as_issue(opened):
     page.tab.wait_for_selector("dialog", state="detached")
 
 
+def test_an_issue_of_a_recording(opened):
+    """Its title has the cause; what the page says of the first tensor, of its cause, and of later steps is not said again."""
+    text = issue_of(opened("copies"))
+    assert text.startswith(
+        "# Copies of the gradient of model.layers.1.mlp.down_proj.weight differ between ranks in step 1: the gradients were not reduced (a recorded run)\n"
+    )
+    assert "\n- cause: the gradients were not reduced\n" in text and "\n- step 1: 4 micro batches\n" in text
+    assert not any(
+        one in text for one in ("gradients differ between", "step 2: 4", "is the first of", "near enough; ")
+    )
+
+
+@pytest.mark.parametrize("name", ["fail", "hidden", "recording", "copies", "uncounted", "fed", "empty"])
+def test_an_issue_repeats_no_line(opened, name):
+    text = issue_of(opened(name))
+    lines = [line for line in text.splitlines() if line.strip("`") and not line.startswith("|--")]
+    assert len(lines) == len(set(lines))
+
+
 def test_an_issue_has_all_steps_and_the_runs_that_pass_and_opens_at_its_beginning(opened):
     """Whatever is open: here, the run that passes."""
     page = opened("fail")
     page.tab.check('input[name="view"][value="0"]')
     text = issue_of(page)
     for wanted in (
-        "| DDP: PASS | from the batch | 0 of 120 |",
-        "| FSDP: FAIL | each module by itself | 4 of 4 |",
+        "| DDP: PASS | from the batch | 0 of 120 tensors |",
+        "| FSDP: FAIL | each module by itself | 4 of 4 tensors |",
+        "tensors; copies of 1 differ between ranks |",
         "- ranks: the shard of ranks 1, 3 (tp 1) alone",
-        "### Wrong by itself",
-        f"| FSDP | 1 | `{HIDDEN}` | rows 4 to 7 of 8 are 1.003 times",
-        f"| FSDP | 1 | `{HEADED}` | ",
-        "; not the same on all ranks that hold it: rank 3 differs |",
-        "| FSDP | | 6 further wrong in all steps | they follow from these, or",
+        "### Also wrong in this step",
+        f"| FSDP | `{HIDDEN}` | rows 4 to 7 of 8 are 1.003 times",
+        f"| FSDP | `{HEADED}` | ",
         "python -m lockstep.compare",
     ):
         assert wanted in text, wanted
@@ -776,8 +936,11 @@ def test_a_contract_is_in_lines(opened):
 
 def test_where_no_tensor_was_judged(opened):
     page = opened("empty")
-    assert "No tensor was judged" in page.text("#model")
-    assert "the gradient is not finite" in issue_of(page) and page.said == []
+    assert "No tensor was judged" in page.text("#model") and page.tab.query_selector(".verdicts") is None
+    assert page.text(".finding h2") == "No tensor was judged" and "Cause\nnot explained" in page.text(
+        ".finding"
+    )
+    assert issue_of(page).startswith("# The gradient is not finite (a run)\n") and page.said == []
 
 
 def test_a_report_is_laid_over_another(opened, files):

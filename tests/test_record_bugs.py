@@ -585,6 +585,12 @@ def test_each_bug_is_caught_for_its_own_reason(judged, name):
         assert any(found in sentence for sentence in step["wrong"]), step["wrong"]
 
 
+def test_the_page_of_each_bug_names_its_cause_or_says_that_there_is_none(judged):
+    """Also where no tensor is too far."""
+    named = {name: "<dd>not explained: " not in (judged[name] / "report.html").read_text() for name in BUGS}
+    assert named == {name: expected for name, (_, expected, *_) in BUGS.items()}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_correct_variants_raise_no_alarm(judged, name):
     status, lines = said(judged[name])

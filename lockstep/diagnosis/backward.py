@@ -124,13 +124,10 @@ def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def labels_of_a_shard(case: Case) -> Cause | None:
     """The gradient is wrong only for tokens whose labels lie in some shards of the vocabulary."""
-    if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.names.logits_gradient):
+    if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.first):
         return None
-    own, exact, labels = (
-        case.own(case.names.logits_gradient),
-        case.exact(case.names.logits_gradient),
-        case.own("batch/labels").long().flatten(),
-    )
+    own, exact = case.own(case.first), case.exact(case.first)
+    labels = case.own("batch/labels").long().flatten()
     error = (own - exact).flatten(0, -2).norm(dim=1)
     is_wrong = error > LEFT * float(error.max())
     each = -(-own.shape[-1] // case.mesh.tp)
@@ -151,10 +148,7 @@ def weights_of_samples(case: Case) -> Cause | None:
     if case.first != case.names.logits_gradient:
         return None
     shares, micro = case.mesh.num_sample_shares, case.micro_batches
-    own, exact = (
-        tensor.chunk(shares * micro)
-        for tensor in (case.own(case.names.logits_gradient), case.exact(case.names.logits_gradient))
-    )
+    own, exact = (tensor.chunk(shares * micro) for tensor in (case.own(case.first), case.exact(case.first)))
     factors = torch.tensor(
         [evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64
     )
@@ -201,8 +195,8 @@ def _even(values: torch.Tensor) -> bool:
 
 def input_gradient(case: Case) -> Cause | None:
     """The gradient of the input of column-parallel layers lacks the sum over tp, or has it tp times."""
-    shares = recompute.backward_shares(case, case.first.removeprefix("backward/"))
-    what = f"the gradient of {describe(case.first.removeprefix('backward/'))}"
+    name = case.first.removeprefix("backward/")
+    shares, what = recompute.backward_shares(case, name), f"the gradient of {describe(name)}"
     if not shares or case.mesh.tp == 1:
         return None
     whole = {module: torch.stack(each).sum(0) for module, each in shares.items()}

@@ -185,4 +185,4 @@ def _entering(case: Case) -> list[str]:
     rows = [case.rows.get(f"forward/{name}") for name in sources]
     if not sources or not all(row is not None and row.judged and not row.too_far for row in rows):
         return []
-    return [f"the inputs of {describe(module)} are right: {', '.join(map(describe, sources))}"]
+    return [f"{', '.join(map(describe, sources))}: right in step {case.step}"]

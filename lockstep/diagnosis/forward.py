@@ -13,45 +13,47 @@ from lockstep.verdict.result import Cause
 
 
 def batch(case: Case) -> Cause:
-    """A batch is either equal to the right one or wrong; this says in what way."""
+    """A batch is either equal to the right one or wrong."""
+    return Cause("data", _of_batch(case))
+
+
+def _of_batch(case: Case) -> str:
+    """In what way a batch is wrong."""
     shares = case.mesh.num_sample_shares
     own, exact = case.own(case.first), case.exact(case.first)
     mine, right = own.chunk(shares), exact.chunk(shares)
     peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
     if peers:
-        return Cause("data", f"tensor-parallel peers were given different batches: ranks {peers} differ")
+        return f"tensor-parallel peers were given different batches: ranks {peers} differ"
     if case.first == "batch/attention_mask":
         for where, one, other in (
             ("before", own[:, 1:], exact[:, :-1]),
             ("after", own[:, :-1], exact[:, 1:]),
         ):
             if torch.equal(one, other):
-                said = f"the attention mask at each position is that of the position {where} it"
-                return Cause("data", said)
-        return Cause("data", "ids and labels are right, the attention mask is not")
+                return f"the attention mask at each position is that of the position {where} it"
+        return "ids and labels are right, the attention mask is not"
     if case.first == "batch/position_ids":
         through = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
         said = "the positions of documents do not begin again, so documents see each other"
-        return Cause("data", said if through else "ids and labels are right, the positions are not")
+        return said if through else "ids and labels are right, the positions are not"
     same = [(a, b) for a in range(shares) for b in range(shares) if a != b and torch.equal(mine[a], right[b])]
     if same:
-        return Cause("data", f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}")
+        return f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}"
     if case.first == "batch/labels":
-        return Cause("data", "the input ids are right, the labels are not")
+        return "the input ids are right, the labels are not"
     both = [
         torch.cat([of("batch/input_ids"), of("batch/labels")], dim=1).tolist()
         for of in (case.own, case.exact)
     ]
     if sorted(both[0]) == sorted(both[1]):
-        return Cause("data", "the right samples in another order")
+        return "the right samples in another order"
     if sorted(own.tolist()) == sorted(exact.tolist()) and not case.is_wrong("batch/labels"):
-        return Cause(
-            "data", "the input ids are in another order of samples than their labels, which are right"
-        )
+        return "the input ids are in another order of samples than their labels, which are right"
     rows = zip(own.tolist(), exact.tolist(), strict=True)
     if all(set(mine) <= set(right) for mine, right in rows):
-        return Cause("data", "the samples are right, and some of their positions are those of others")
-    return Cause("data", "the samples are not those of this step")
+        return "the samples are right, and some of their positions are those of others"
+    return "the samples are not those of this step"
 
 
 def dropout(case: Case) -> Cause | None:
@@ -188,9 +190,7 @@ def sum_over_tp(case: Case) -> Cause | None:
     has_bias = f"{module}.bias" in case.dump.layout.parameters
     bias = case.before(f"{module}.bias") if has_bias else torch.zeros(())
     for rank, share in enumerate(shares):
-        if any(
-            case.explains(case.first, share + added) for added in ((bias, 0 * bias) if has_bias else (bias,))
-        ):
+        if any(case.explains(case.first, share + added) for added in (bias, 0 * bias)):
             return Cause(
                 "tp reduction missing",
                 f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",

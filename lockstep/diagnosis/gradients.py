@@ -51,17 +51,11 @@ def broken_tie(case: Case) -> Cause | None:
     if _wrong(case) != [tied] or tied == case.names.head_weight or not case.has(*needed):
         return None
     gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
-    head = gradient.T @ entering
-    if case.explains(f"gradient/{tied}", case.exact(f"gradient/{tied}") - head):
-        return Cause(
-            "tied weights",
-            "the gradient of the tied weight has the embedding's contribution only, not the head's",
-        )
-    if case.explains(f"gradient/{tied}", head):
-        return Cause(
-            "tied weights",
-            "the gradient of the tied weight has the head's contribution only, not the embedding's",
-        )
+    name, head = f"gradient/{tied}", gradient.T @ entering
+    for value, has, lacks in ((case.exact(name) - head, "embedding", "head"), (head, "head", "embedding")):
+        if case.explains(name, value):
+            said = f"the gradient of the tied weight has the {has}'s contribution only, not the {lacks}'s"
+            return Cause("tied weights", said)
     return None
 
 
@@ -138,30 +132,19 @@ def one_factor(case: Case) -> Cause | None:
     factor = case.factor(wrong)
     if factor is None or factor <= 0:
         return None
-    names, close = _wrong(case), case.names_of(factor)
+    close, times = case.names_of(factor), f"{case.in_words(factor)} times what"
+    name = "tp reduction repeated" if close == ["tp"] else "gradient scale"
     judged = case.judged("gradient")
     if not is_a_factor(case, factor):
         return None
     if len(wrong) == len(judged):
-        return Cause("gradient scale", f"all gradients are {case.in_words(factor)} times what they should be")
+        return Cause("gradient scale", f"all gradients are {times} they should be")
     replicated = [row.name for row in judged if case.is_replicated(row.name)]
     if replicated and {row.name for row in wrong} == set(replicated):
-        name = "tp reduction repeated" if close == ["tp"] else "gradient scale"
-        return Cause(
-            name,
-            "only the gradients of the parameters that every tp rank holds are "
-            f"{case.in_words(factor)} times what they should be",
-        )
-    if close == ["tp"]:
-        return Cause(
-            "tp reduction repeated",
-            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
-        )
-    if not close:
-        return Cause(
-            "gradient scale",
-            f"the gradient of {listed(names)} is {case.in_words(factor)} times what it should be",
-        )
+        held = "the parameters that every tp rank holds"
+        return Cause(name, f"only the gradients of {held} are {times} they should be")
+    if close in ([], ["tp"]):
+        return Cause(name, f"the gradient of {listed(_wrong(case))} is {times} it should be")
     return None
 
 

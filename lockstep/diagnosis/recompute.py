@@ -118,15 +118,13 @@ class Contributions:
         """Whether all tensors that the gradient is made of are captured and right, and the samples can be told apart."""
         case, module = self.case, self.module
         needed = [f"backward/{module}"]
-        if self.what == "bias":
+        shape = case.dump.layout.parameters[self.parameter]
+        if self.what == "bias" or len(shape) == 1:
             needed += [f"forward/{module}"]
         elif case.is_linear(module) and case.weight_of(module) == self.parameter:
             needed += [f"forward/{case.source(module)}"]
-        elif len(case.dump.layout.parameters[self.parameter]) == 1:
-            needed += [f"forward/{module}"]
         else:
             return False
-        shape = case.dump.layout.parameters[self.parameter]
         is_tied = (
             self.parameter == case.weight_of(case.names.head) and module != case.names.head
         )  # a sum of two

@@ -184,7 +184,7 @@ def update_left_out(case: Case) -> Cause | None:
         kept = own == before
         if not bool(is_wrong.any()) or bool((is_wrong & ~kept).any()):
             return None
-        share = next((what for what in _shares_kept(case, row.name, own, before)), "")
+        share = next(_shares_kept(case, row.name, own, before), "")
         shown.append(
             name
             + (

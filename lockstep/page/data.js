@@ -26,7 +26,11 @@ function el(tag, attributes = {}, ...children) {
 const KINDS = {
   batch: "Batch", forward: "Outputs", backward: "Gradients at outputs", gradient: "Gradients of weights",
   exp_avg: "First moments", exp_avg_sq: "Second moments", parameter: "Updated weights", update: "Updates",
-  average: "Averages of weights", numbers: "Numbers",
+  average: "Averages of weights", numbers: "Losses and norms",
+};
+const WORDS = {
+  batch: "batch's", forward: "output of", backward: "gradient at the output of", gradient: "gradient of",
+  exp_avg: "first moment of", exp_avg_sq: "second moment of", parameter: "updated", update: "update of", average: "average of",
 };
 const OF_WEIGHTS = new Set(Object.keys(KINDS).filter((kind) => !["batch", "forward", "backward", "numbers"].includes(kind)));
 
@@ -37,6 +41,15 @@ function kindOf(name) {
 
 function pathOf(name) {
   return name.slice(name.indexOf("/") + 1);
+}
+
+/** "the gradient at the input of model.layers.0.mlp": what a tensor is, in words. */
+function inWords(name) {
+  const kind = kindOf(name);
+  if (kind === "numbers") return `the ${name}`;
+  const [, module, entering] = pathOf(name).match(/^(.*?)(\.input(?:\.\d+)?)?$/s);
+  const word = WORDS[kind] ?? `${kind} of`;
+  return `the ${entering ? `${word.replace("output", "input")} ${module}` : `${word} ${pathOf(name)}`}`;
 }
 
 /** An error for people; null is one that is not finite. */
@@ -147,8 +160,9 @@ function worstOf(view) {
   return Object.entries(view.counts).flatMap(([way, { worst }]) => (worst ? [[way, worst]] : [])).sort((one, two) => size(two) - size(one))[0] ?? null;
 }
 
-/** The state of a row in words: colour is never the only sign. */
-function stateText(row) {
+/** The state of a row in words: colour is never the only sign. Of copies that differ, one was judged. */
+function stateText(row, copies = "") {
+  if (copies && !row.far) return `${copies}; the copy that was judged: ${stateText(row)}`;
   if (row.excused) return "another convention";
   if (row.small) return "too small to judge";
   if (row.batch) return row.far ? "not what was to be fed" : "as it was to be fed";

@@ -40,8 +40,8 @@ function showChanges(parent, title, other) {
       el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
 }
 
-function firstsText({ views }) {
-  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...causes.map(([cause]) => cause)].join(": "));
+function firstsText({ views, causes: ofRun }) {
+  const found = views.filter((view) => view.first).map(({ label, first: [step, name], causes }) => [`${name} in step ${step}, ${label}`, ...[...causes, ...ofRun].map(([cause]) => cause)].join(": "));
   return found.join("; ") || "none";
 }
 

@@ -95,7 +95,7 @@ const map = {
       const open = cell.classList.contains("open") ? " open" : "";
       const copies = row !== null && odd.has(name);
       cell.className = `cell ${row === null ? "none" : classOf(row)}${copies ? " copies" : ""}${open}`;
-      cell.setAttribute("aria-label", row === null ? page.names[name] : `${page.names[name]}, ${stateText(row)}${copies ? ", not the same on all ranks" : ""}`);
+      cell.setAttribute("aria-label", row === null ? page.names[name] : `${page.names[name]}, ${stateText(row, copies ? "copies differ between ranks" : "")}${copies && row.far ? "; copies differ between ranks" : ""}`);
     }
     // What this view has nothing of is not shown, and each grid keeps one tab stop.
     for (const part of document.querySelectorAll("#map .line:not(.head), #map .block")) {
@@ -161,6 +161,6 @@ function legend() {
   return el("p", { class: "legend" }, ramp,
     ...(any("far") ? [item("far f1", "too far: 1 to 10 times"), item("far f2", "to 1000 times"), item("far f3", "more")] : []),
     any("small") ? item("small", "too small to judge") : null,
-    page.views.some((view) => view.differing.length) ? item("s0 copies", "not the same on all ranks") : null,
+    page.views.some((view) => view.differing.length) ? item("s0 copies", "copies differ between ranks") : null,
     any("excused") ? item("excused", "another convention") : null);
 }

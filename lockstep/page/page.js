@@ -13,6 +13,8 @@ function begin() {
   state.tensor = number ?? null;
   state.alone = near ? page.kind === "verification" && near[0] === BY_ITSELF : isAlone(state.view, state.step, state.tensor);
   buildTools();
+  const head = document.getElementById("headline");
+  if (head) head.textContent = headlineOf(page.views.findIndex((one) => one.first));
   document.querySelectorAll(".finding[data-view]").forEach((section) => sayWhere(section, Number(section.dataset.view)));
   showContracts(document.getElementById("contracts"));
   if (!page.tables.length) {
@@ -34,6 +36,47 @@ function opening() {
   return Math.max(0, shares.indexOf(Math.max(...shares)));
 }
 
+/** The first wrong tensor of a view: [what it is and on which ranks it is wrong, the one number that says by how much]. */
+function headline(number) {
+  const [step, name, what] = page.views[number].first;
+  const tensor = numberOf.get(name) ?? null;
+  const run = page.kind === "verification" ? `${labelOf(number)}: ` : "";
+  const row = wrongRowOf(number, step, tensor);
+  const odd = oddOf(number, step, name);
+  if (odd.size && !row?.far) {
+    const alike = page.views[number].differing.filter(([at, other]) => at === step && kindOf(other) === kindOf(name)).length - 1;
+    return [`${run}copies of ${inWords(name)}${alike ? ` and of ${alike} more` : ""} differ between ranks in step ${step}`, apartText(odd)];
+  }
+  const on = row === null ? "" : onText(number, [...wrongRanks({ view: number, step, tensor }, row, heldOf(number, tensor), odd), ...odd.keys()], row);
+  return [`${run}${inWords(name)} is wrong${on} in step ${step}`, oneNumber(what, row)];
+}
+
+/** The same as a sentence. */
+function headlineOf(number) {
+  return capital(`${headline(number).join(": ")}.`);
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+/** " on rank 1": the ranks on which a tensor is wrong; "" if they are not known. */
+function onText(view, ranks, row) {
+  const all = page.views[view].ranks.length;
+  if (row.where.includes("DP rank") && !ranks.length) return row.ranks.length ? ` on DP ${listed(row.ranks.filter(isFar).map(([rank]) => Number(rank)))}` : "";
+  if (!ranks.length || all < 2) return "";
+  return ranks.length === all ? " on all ranks" : ` on ${listed(ranks.sort((one, two) => one - two))}`;
+}
+
+/** Of what is wrong with a tensor, the number that says most: a factor, or else the error that is farther beyond what is tolerated of it. */
+function oneNumber(what, row) {
+  const factor = what.match(/; (it|its change) is (\S+) times the reference's/);
+  if (factor) return `${factor[1]} is ${factor[2]} times the reference's`;
+  if (what.startsWith("is ")) return `it ${what.split("; ")[0]}`;
+  const [first, second] = what.replace(/^by itself, /, "").replace(/ \([^()]* times what [^()]*\)/, "").split("; ");
+  return row && row.error <= row.tolerated && second?.includes("(largest element)") ? `relative error ${second}` : first;
+}
+
 const ALSO = 4; // further tensors that a finding names; more of them mostly follow from the first
 
 /** In the finding of a view: where in its first wrong tensor the error lies, and what else is wrong in this step. */
@@ -49,12 +92,27 @@ function sayWhere(section, view) {
   const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
-  // What has been said already
-  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
-  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => told.some((said) => said.test(one.textContent)) && one.remove());
+  const observed = newlyObserved(page.views[view], where, ranks);
+  list.querySelectorAll("[data-title=Observed] dd").forEach((one) => observed.includes(one.textContent) || one.remove());
   list.querySelectorAll("[data-title]:not(:has(dd))").forEach((one) => one.remove());
-  if (page.kind === "recording") list.append(pair(`In step ${step}`, rightText(tableOf(view, step))));
+  if (page.kind === "recording") {
+    for (const [title, said] of kindsOf(tableOf(view, step), number)) list.append(pair(title, said));
+  }
   section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
+}
+
+/** Beside the map, the panel ends where the map does, and stays as high as what of that is on the screen: its name is not pushed out above it. */
+function fitPanel() {
+  const [panel, blocks] = ["tensor", "map"].map((id) => document.getElementById(id));
+  const top = parseFloat(getComputedStyle(panel).top);
+  const room = blocks.getBoundingClientRect().bottom - top;
+  panel.style.maxHeight = isBeside() && blocks.offsetHeight > innerHeight && room < innerHeight - top ? `${Math.max(room, 96)}px` : "";
+}
+
+/** What was observed of a view's first wrong tensor, without what is said of where and on which ranks it is wrong. */
+function newlyObserved({ observed }, where, ranks) {
+  const told = [where && /^\d+ of \d+ elements are wrong$/, ranks && /^not the same on all ranks that hold it/].filter(Boolean);
+  return observed.filter((one) => !told.some((said) => said.test(one)));
 }
 
 /** Opens a tensor where it is wrong, and brings it and its cell into view. */
@@ -79,16 +137,23 @@ function showPanel() {
   else scrollBy(0, Math.min(0, panel.getBoundingClientRect().top - parseFloat(getComputedStyle(panel).top)));
 }
 
-/** How many tensors of each kind are right in a table, and the same on all ranks. */
-function rightText(table) {
+/** [title, kinds of tensors in words]: which are all right in a table, and of which some are too far or have copies that differ; those before `first` are right. */
+function kindsOf(table, first) {
   const counts = new Map();
   const [far, odd] = [new Set(table.far), copiesOf(table)];
   table.names.forEach((name, place) => {
-    const title = KINDS[kindOf(page.names[name])] ?? kindOf(page.names[name]);
-    const [right, all] = counts.get(title) ?? [0, 0];
-    counts.set(title, [right + (far.has(place) || odd.has(name) ? 0 : 1), all + 1]);
+    const title = (KINDS[kindOf(page.names[name])] ?? kindOf(page.names[name])).toLowerCase();
+    const [wrong, all] = counts.get(title) ?? [0, 0];
+    counts.set(title, [wrong + (far.has(place) || odd.has(name) ? 1 : 0), all + 1]);
   });
-  return [...counts].map(([title, [right, all]]) => `${title}: ${right === all ? `all ${all}` : `${right} of ${all}`} right`).join("; ");
+  const same = kindOf(page.names[first] ?? "");
+  const before = table.names.slice(0, table.names.indexOf(first)).filter((name) => kindOf(page.names[name]) === same).length;
+  const earlier = before && !OF_WEIGHTS.has(same) ? `${KINDS[same].toLowerCase()} before it (${before})` : "";
+  const of = (holds, text) => [...counts].filter(([, [wrong]]) => holds(wrong)).map(text).join(", ");
+  return [
+    ["Ruled out", [of((wrong) => !wrong, ([title, [, all]]) => `${title} (${all})`), earlier].filter(Boolean).join(", "), ": right"],
+    [`Wrong in step ${table.step}`, of((wrong) => wrong, ([title, [wrong, all]]) => `${wrong} of ${all} ${title}`), ""],
+  ].flatMap(([title, kinds, end]) => (kinds ? [[title, kinds + end]] : []));
 }
 
 function show() {
@@ -111,22 +176,23 @@ function tableText(table, way) {
   if (table === null) return `${parts}: nothing was judged.`;
   const judged = table.names.length - table.small.length - table.excused.length;
   const odd = copiesOf(table).size;
-  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} wrong${odd ? `; ${odd} ${odd === 1 ? "is" : "are"} not the same on all ranks` : ""}.`;
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far${odd ? `; copies of ${odd} of them differ between ranks` : ""}.`;
 }
 
 /** The numbers of a tensor that the pointer or the focus is on. */
 function read(name) {
   const row = rowOf(state.view, state.step, name, state.alone);
   const errors = row === null || row.batch || state.alone ? "" : `; error ${errorText(row)}`;
-  const copies = row !== null && !state.alone && oddOf(state.view, state.step, page.names[name]).size ? "; not the same on all ranks" : "";
-  const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row)}${errors}${copies}`;
-  document.getElementById("reading").replaceChildren(el("code", {}, page.names[name]), numbers);
+  const copies = copiesText(state, page.names[name]);
+  const numbers = row === null ? "" : ` — ${state.alone ? "by itself, " : ""}${stateText(row, copies)}${errors}${row.far && copies ? `; ${copies}` : ""}`;
+  const below = isBeside() || name !== state.tensor ? null : el("button", { type: "button", onclick: showPanel }, "See it below");
+  document.getElementById("reading").replaceChildren(...(below ? [below] : []), el("code", {}, page.names[name]), numbers);
 }
 
 function open(name) {
   state.tensor = name;
   show();
-  showPanel();
+  document.getElementById("tensor").scrollTop = 0;
 }
 
 function buildChoices() {
@@ -172,4 +238,6 @@ function buildTools() {
 
 begin();
 addEventListener("beforeprint", () => document.getElementById("how").open = true);
+addEventListener("scroll", fitPanel, { passive: true });
+addEventListener("resize", fitPanel);
 addEventListener("hashchange", () => location.reload());

@@ -12,9 +12,8 @@ from lockstep.plan.mesh import runs
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
-from lockstep.verdict.recorded_rows import briefly
 
-FORMAT = 7
+FORMAT = 8
 SAID = 500  # sentences of a table
 # Of a table, as in `Page.add`, with the digits that are shown
 COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2}
@@ -22,10 +21,10 @@ COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_larg
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 # To compute a step: what they are called, and what that is
 WAYS = {
-    "each module by itself": "computed from the inputs that it had in the run, and from the gradient that arrived there; "
-    "what is wrong here is wrong by itself",
-    "from the batch": "the whole step is computed from its batch, so what follows a wrong tensor is wrong, too; "
-    "updates are computed from the run's own gradients",
+    "each module by itself": "Each module is computed again from the inputs that it had in the run, and from the gradient that arrived there. "
+    "A tensor that is too far here is wrong by itself.",
+    "from the batch": "The whole step is computed again from its batch. What follows from a wrong tensor is then too far as well. "
+    "Updates are computed from the run's own gradients.",
 }
 BY_ITSELF, FROM_BATCH = WAYS
 # Step, tensor, its share of what is tolerated, and whether only a factor has that share
@@ -54,13 +53,12 @@ class View:
     counted: str = ""  # what was judged in the place of tensors, in words
     first: tuple[int, str, str] | None = None  # step, tensor and what is wrong
     counts: dict[str, Count] = field(default_factory=dict)  # by way to compute
-    # What is wrong as well, and is no tensor that is too far, in words
-    further: str = ""
+    further: str = ""  # what is wrong beside tensors, in words
     causes: list[tuple[str, str]] = field(default_factory=list)  # names and evidence
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
     ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
-    # Step, tensor, ranks whose copy is another, and, if that is known, in how many elements
+    # Step, tensor, ranks whose copy is another, and, if that is known, of each in how many elements and by how much, relative to the first
     differing: Sequence[tuple] = ()
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)
@@ -119,6 +117,7 @@ class Page:
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
+    causes: list[tuple[str, str]] = field(default_factory=list)  # of a recording, as a view has them
     tokens: Sequence[int] = ()  # of a recording's micro batch of ids: samples, positions
     command: str = ""  # that made the recorded run, or the comparison
     tolerance: str = ""  # why as much is tolerated
@@ -146,8 +145,10 @@ class Page:
         count.tensors += len(rows)
         count.judged += len(counted)
         count.far += sum(row.too_far for row in counted)
-        found = [one for one in (count.worst, worst_of(counted)) if one is not None]
-        count.worst = max(found, key=lambda one: math.inf if one[2] is None else one[2], default=None)
+        worst = max(counted, key=lambda row: row.multiple, default=None)
+        before = -1.0 if count.worst is None else count.worst[2]
+        if worst is not None and before is not None and not worst.multiple <= before:
+            count.worst = worst.step, worst.name, short(worst.multiple, 2), _hidden(worst) is not None
         table = Table(
             self.views.index(view),
             step,
@@ -174,7 +175,7 @@ class Page:
             if not all(one <= 1 for one in row.ranks.values()):
                 table.ranks[place] = {rank: short(one, 3) for rank, one in row.ranks.items()}
             if len(table.said) < SAID and (row.factor or row.distance.unequal or (alone and row.too_far)):
-                table.said[place] = (briefly(row), _hidden(row))
+                table.said[place] = (row.describe(), _hidden(row))
             if row.picture is not None and (row.too_far or not alone):
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])
@@ -191,12 +192,6 @@ def _places(holds: Iterable[bool]) -> list[list[int]]:
 
 def _hidden(row: Judgement) -> tuple[int, ...] | None:
     return None if row.factor is None or row.is_far else row.factor.part or ()
-
-
-def worst_of(rows: Iterable[Judgement]) -> Worst | None:
-    """The row that is nearest to what is tolerated, or farthest beyond."""
-    row = max(rows, key=lambda row: row.multiple, default=None)
-    return None if row is None else (row.step, row.name, short(row.multiple, 2), _hidden(row) is not None)
 
 
 def short(value: float, digits: int = 4) -> float | None:

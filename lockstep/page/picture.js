@@ -24,9 +24,10 @@ function placeText(view, name, row) {
     return found === null ? [] : [head ? `${head} (${text})` : text];
   });
   const place = said.join(", ");
-  if (hidden) return `The factor is in ${said.length ? place : "all of it"}. Each element by itself is within rounding errors; only together do they show the factor.`;
-  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : "are farther off than one element may be";
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}${said.length ? `: ${place}` : ", in every part of it"}.`;
+  if (hidden) return `The factor is in ${said.length ? place : "all of it"}. No element is too far off alone; only together do they show the factor.`;
+  const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : `${picture.wrong === 1 ? "is" : "are"} too far off`;
+  const everywhere = picture.wrong === all ? "" : ", in every part of the tensor";
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}${said.length ? `: ${place}` : everywhere}.`;
 }
 
 /** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
@@ -35,12 +36,12 @@ function ranksText(view, step, name, row) {
   const far = row.far ? farText(view, step, name, row) : "";
   if (!odd.size) return far;
   const others = [...odd.keys()];
-  const counts = [...odd.values()].filter((count) => count !== null).map((count) => count.toLocaleString("en"));
+  const counts = [...odd.values()].filter(({ count }) => count !== null).map(({ count }) => count.toLocaleString("en"));
   const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
   const also = others.length === 1 ? "has another copy" : "have other copies";
-  if (row.far) return `${far.startsWith("wrong on") ? "no rank alone: " : ""}${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
+  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
-  if (page.kind === "recording") return `no rank alone: ${ranksAt(view, others)} ${also} than ${listed(same)}${where}, and no copy is known to be right`;
+  if (page.kind === "recording") return `${ranksAt(view, others)} ${also} than ${listed(same)}${where}; no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
 }
 
@@ -60,15 +61,15 @@ function farText(view, step, name, row) {
     const { ranks } = held[0];
     if (odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}${sinceText(view, step)}`;
     if (all === 1) return "";
-    return ranks.length === all ? "no rank alone: each has the same wrong copy" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}, alike: no other has it`;
+    return ranks.length === all ? "all ranks: each has the same wrong copy" : ranks.length === 1 ? `${listed(ranks)}, which alone has it` : `${listed(ranks)}: each has the same wrong copy, and no other rank has one`;
   }
   if (!held.length || !slices) return "";
   const hit = holders(held, slices, row);
-  if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "no rank alone: the factor is in each of their shards";
+  if (row.hidden) return hit.length ? `${shardsOf(view, hit)} alone` : "all ranks: the factor is in each shard";
   const [most] = held.map((one) => [squareIn(row.picture, one.boxes) ?? 0, one]).sort((one, two) => two[0] - one[0]);
   const square = most[0] >= MOSTLY ? `${percent(most[0])} of the squared error` : "";
   if (!hit.length && odd.size) return `wrong on ${listed(judgedOn(view, odd, held))}${sinceText(view, step)}`;
-  if (!hit.length) return `no rank alone: each has wrong elements in its shard${square ? `; ${square} is in ${shardsOf(view, [most[1]])}` : ""}`;
+  if (!hit.length) return `all ranks: each has wrong elements in its shard${square ? `; ${square} is in ${shardsOf(view, [most[1]])}` : ""}`;
   return `${shardsOf(view, hit)} alone${!square ? "" : hit.length === 1 && hit[0] === most[1] ? `, with ${square}` : `; ${square} is in ${shardsOf(view, [most[1]])}`}`;
 }
 
@@ -79,7 +80,7 @@ function alikeText(view, step, row) {
   const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
   const ranksOf = (shares) => shares.map(([rank]) => Number(rank));
   const [far, right] = [row.ranks.filter(isFar), row.ranks.filter((one) => !isFar(one))];
-  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `no rank alone: wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
+  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
   return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${sinceText(view, step)}`;
 }
 

@@ -1,9 +1,25 @@
 // The mesh: the ranks on their axes, what each holds of the open tensor, and which disagree. And contracts, side by side.
 
-/** Rank -> in how many elements its copy of a tensor is another; null if that is not known. */
+/** Rank -> {count, apart}: in how many elements its copy of a tensor is another, and how far it is from the first copy, relative to that; null if that is not known. */
 function oddOf(view, step, text) {
   const found = page.views[view].differing.filter(([at, tensor]) => at === step && tensor === text);
-  return new Map(found.flatMap(([, , ranks, counts = []]) => ranks.map((rank, place) => [rank, counts[place] ?? null])));
+  return new Map(found.flatMap(([, , ranks, counts, aparts]) => ranks.map((rank, place) => [rank, { count: counts?.[place] ?? null, apart: aparts?.[place] ?? null }])));
+}
+
+/** "rank 1's differs by a relative 8.76e-1 in 64 elements": the copies that differ, as far as that is known. */
+function apartText(odd) {
+  const ranks = [...odd.keys()];
+  const [counts, aparts] = ["count", "apart"].map((key) => [...odd.values()].map((one) => one[key]).filter((one) => one !== null));
+  const by = aparts.length ? ` by a relative ${sci(Math.max(...aparts))}` : "";
+  const each = [...new Set(counts)];
+  const where = each.length ? ` in ${each.map((count) => count.toLocaleString("en")).join(", ")} elements${ranks.length > 1 && each.length === 1 ? " each" : ""}` : "";
+  return `${ranks.length === 1 ? `rank ${ranks[0]}'s differs` : `those of ${listed(ranks)} differ`}${by}${where}`;
+}
+
+/** Of an open step: that copies of a tensor differ between ranks, and how; "" if none does. */
+function copiesText({ view, step, alone }, name) {
+  const odd = alone ? new Map() : oddOf(view, step, name);
+  return odd.size ? `copies differ between ranks: ${apartText(odd)}` : "";
 }
 
 function showRanks(parent, state) {
@@ -35,7 +51,7 @@ function showRanks(parent, state) {
   parent.replaceChildren(el("h2", { id: "ranks-title" }, `Ranks of ${page.kind === "verification" ? view.label : "the run"}`),
     el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The mesh" }, grid),
-    other.length ? el("p", {}, `In step ${state.step}, ${other.length} tensors are not the same on all ranks that hold them; the first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
+    other.length ? el("p", {}, `In step ${state.step}, the copies of ${other.length} ${plural("tensor", other.length)} differ between ranks. The first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
 }
 
 /** The ranks on which the open tensor is wrong, as far as that is known; what differs from the judged copy was not judged. */
@@ -87,10 +103,10 @@ function onRanks(state, row) {
     return found === null ? "" : found[0] === null ? "not finite" : found[0] === 0 ? "0" : `${found[1] ? "" : "at most "}${found[0].toExponential(1)}`;
   };
   const copy = ({ ranks, boxes }) => {
-    const count = odd.get(ranks[0]);
+    const { count, apart } = odd.get(ranks[0]) ?? {};
     const all = boxes.reduce((sum, [, size]) => sum + size.reduce((one, two) => one * two, 1), 0);
     if (!odd.has(ranks[0])) return odd.size ? "judged here" : "";
-    return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ`;
+    return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ${apart === null ? "" : `, by a relative ${sci(apart)}`}`;
   };
   const squares = held.length > 1 && lines.some(square);
   const columns = ["rank", "holds", ...(squares ? ["squared error"] : []), row?.batch ? "equal or not" : "largest error", ...(odd.size ? ["copy"] : [])];

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from lockstep.dumps.recording import Recording, Step
 from lockstep.ground import origin
-from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View
+from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.verdict import recorded_report
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import MULTIPLE
-from lockstep.verdict.recorded_rows import StepVerdict, briefly
+from lockstep.verdict.recorded_rows import StepVerdict
 from lockstep.verdict.recorded_run import RunVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
@@ -25,6 +25,9 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     """Write report.html into the recording's folder."""
     *said, headline = recorded_report.lines(steps, run)
     verdict, _, lead = headline.partition(": ")
+    where, wrong_there = recorded_report.first_wrong(steps, run)
+    if wrong_there:
+        lead = where + getattr(wrong_there[0], "what", wrong_there[0].partition(": ")[0])
     model = recording.skeleton
     page = Page(
         "recording",
@@ -34,6 +37,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         [line.strip() for line in said],
         _found_out(recording, model),
         command=recording.origin.command,
+        causes=[(cause, "") for one in wrong_there if (cause := getattr(one, "cause", one))],
         tolerance=f"One process in the run's own dtypes is the yardstick: the run may be {MULTIPLE} times as far away from the reference as that is. "
         "An update may be off by a few ulps.",
     )
@@ -46,7 +50,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
     judged = dict(zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True))
     wrong = [
-        (row.step, row.name, briefly(row), way)
+        (row.step, row.name, row.describe(), way)
         for way, rows_of in judged.items()
         for step in steps
         for row in rows_of(step)
@@ -59,16 +63,8 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     for way, rows_of in judged.items():
         if not any(map(rows_of, steps)):
             continue
-        view = View(
-            way,
-            way,
-            "FAIL" if any(one[-1] == way for one in wrong) else "PASS",
-            ranks=ranks,
-            differing=differing,
-        )
+        view = View(way, way, verdict, ranks=ranks, differing=differing)
         view.first = first[:3] if first and first[-1] == way else None
-        if way == FROM_BATCH and differing:
-            view.further = f"{len(differing)} not the same on all ranks"
         for step in steps:
             about = recording.steps[step.step - 1].values()
             placed = {row.name: _places(about, row.name) for row in rows_of(step)}
@@ -128,19 +124,19 @@ def _size(model: torch.nn.Module) -> str:
     return f"{sum(one.numel() for one in model.parameters()):,} parameters"
 
 
-def _differing(recording: Recording, step: int) -> Iterator[tuple[int, str, list[int], list[int]]]:
-    """Gradients and updated weights of which ranks have other copies than the first one that holds the same; and how many elements differ."""
+def _differing(recording: Recording, step: int) -> Iterator[tuple]:
+    """Gradients and updated weights of which ranks have other copies than the first one that holds the same, as `View.differing`."""
     for kind in ("gradient", "update"):
         for name in recording.names(step, KEYS[kind]):
-            place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), dict[int, int]()
+            place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), list[tuple]()
             for rank, about in recording.steps[step - 1].items():
                 one = first.setdefault(str(about.places.get(place)), rank)
-                if one != rank and place in about.places:
-                    own: Any = recording.part(rank, step, place)
-                    count = int((own != recording.part(one, step, place)).sum())
-                    odd |= {rank: count} if count else {}
+                own, other = (recording.part(which, step, place) for which in (rank, one))
+                if own is not None and other is not None and one != rank and not torch.equal(own, other):
+                    apart = short(distance_of(own, other).relative, 3)
+                    odd.append((rank, int((own != other).sum()), apart))
             if odd:
-                yield step, f"{kind}/{name}", list(odd), list(odd.values())
+                yield step, f"{kind}/{name}", *zip(*odd, strict=True)
 
 
 def _places(ranks: Iterable[Step], name: str) -> Placed:

@@ -13,11 +13,12 @@ function showTensor(parent, state) {
   });
   const ways = page.kind === "verification" && page.tables.some((table) => table.alone);
   const text = page.names[name];
+  const copies = copiesText(state, text);
   const kind = KINDS[kindOf(text)] ?? kindOf(text);
   parent.replaceChildren(
     el("h3", { id: "tensor-name", tabindex: -1 }, el("code", {}, text)),
     el("p", {}, `${kind}, step ${state.step}, ${labelOf(state.view)}${ways ? `, ${wayOf(state.alone)}` : ""}: `,
-      row === null ? "it is not among the tensors that were judged here" : el("span", { class: row.far ? "far-text" : "" }, stateText(row)),
+      row === null ? "it is not among the tensors that were judged here" : el("span", { class: row.far || copies ? "far-text" : "" }, stateText(row, copies)),
       row?.where ? ` (worst in ${row.where})` : ""),
     el("button", { type: "button", class: "to-cell", onclick: () => map.cells.get(name).scrollIntoView({ block: "center" }) }, "Its cell in the map"),
     ...said,
@@ -47,14 +48,14 @@ function numbers(name, state) {
 
 function numbersOf(name, title, of, isOpen) {
   const runs = page.kind === "verification";
-  const inWords = of[0].alone || isBatch(name);
-  const head = ["step", ...(runs ? ["run"] : []), isBatch(name) ? "" : "of tolerated", ...(inWords ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])].filter(Boolean);
+  const inText = of[0].alone || isBatch(name);
+  const head = ["step", ...(runs ? ["run"] : []), isBatch(name) ? "" : "of tolerated", ...(inText ? ["what is wrong"] : ["2-norm, relative", "largest, relative"])].filter(Boolean);
   const body = of.map((table) => {
     const row = table.row(name);
     const errors = [[row.error, row.tolerated], [row.largest, row.toleratedLargest]].map(([error, tolerated]) => el("td", { class: "number" }, sci(error), el("br"), el("span", { class: "quiet" }, `of ${sci(tolerated, 1)}`)));
     return el("tr", { class: isOpen(table) ? "now" : "" },
       el("td", {}, String(table.step)), runs ? el("td", {}, labelOf(table.view)) : null,
-      row.batch ? null : el("td", { class: "number" }, shared(row)), ...(inWords ? [el("td", {}, row.said || "nothing")] : errors));
+      row.batch ? null : el("td", { class: "number" }, shared(row), copiesText(table, page.names[name]) ? el("span", { class: "far-text" }, " copies differ") : null), ...(inText ? [el("td", {}, row.said || "nothing")] : errors));
   });
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: /^(step|run|what)/.test(one) ? "" : "number" }, one)))), el("tbody", {}, ...body)));

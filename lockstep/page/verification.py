@@ -1,6 +1,5 @@
 """The page of a comparison of strategies."""
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -85,19 +84,15 @@ def _view(result: Result, name: str, run: Findings) -> View:
     mesh = Mesh(**run.dump.run["mesh"])
     first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
     about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
-    far = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
-    copies = {(step, tensor) for step, tensor, _ in run.differing}
-    further = Counter(
-        "not the same on all ranks" if (step, tensor) in copies else "other numbers wrong"
-        for step, _, tensor, _ in run.failures
-        if (step, tensor) not in far
-    )
+    told = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
+    told |= {(step, tensor) for step, tensor, _ in run.differing}
+    others = sum((step, tensor) not in told for step, _, tensor, _ in run.failures)
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
-        further="; ".join(f"{number} {what}" for what, number in further.items()),
+        further=f"{others} more values wrong, such as losses and norms" if others else "",
         causes=[(cause.name, cause.evidence) for cause in found.causes],
         excluded=found.excluded,
         observed=[*(about + one for one in found.odd)],

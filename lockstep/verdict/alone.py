@@ -13,7 +13,6 @@ from lockstep.ground.files import read_json, write_text
 from lockstep.ground.schemas import Sha256, Strict, validate
 from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
-from lockstep.verdict.recorded_rows import briefly
 from lockstep.verdict.scalars import Chosen
 
 SHOWN = 5
@@ -37,7 +36,7 @@ def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
         which, _, rest = factor.name.partition("/")
         number, _, module = rest.partition("/")
         if which != "gradient":
-            factor = replace(factor, where=f" in micro batch {number}")
+            factor = replace(factor, where=f"in micro batch {number}, ")
         found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
     return [replace(row, factor=found.get(row.name)) for row in rows]
 
@@ -55,11 +54,11 @@ def sentence(rows: list[Judgement]) -> str:
     if len(wrong) == 1:
         return (
             f"1 of {len(rows)} tensors is not what its module gives from the inputs that it had: {names}{where}: "
-            f"{briefly(first)}"
+            f"{first.describe()}"
         )
     return (
         f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
-        f"the first{where}: {briefly(first)}"
+        f"the first{where}: {first.describe()}"
     )
 
 

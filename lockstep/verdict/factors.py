@@ -50,7 +50,7 @@ class Factor:
     def describe(self) -> str:
         part, is_, it = self._in_words()
         times = 0.0 if abs(1 + self.excess) <= self.tolerated else round(1 + self.excess, 9)
-        return f"{part}{self.where} {is_} {times:.7g} times what {it} should be ({self.multiple:.3g} times what a factor may be off by)"
+        return f"{self.where}{part} {is_} {times:.7g} times what {it} should be ({self.multiple:.3g} times what a factor may be off by)"
 
     def _in_words(self) -> tuple[str, str, str]:
         """("rows 32 to 63 of 64", "are", "they")"""

@@ -45,6 +45,7 @@ MOST = 120  # pictures of one pass; what comes later is mostly wrong because of 
 PART = (
     0.01  # of how far a distance is beyond what is tolerated, that a factor is, so that it is what is wrong
 )
+MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 NEAREST = 4  # tensors that are near enough and have a picture, too
 # Elements of a tensor that has a picture: several times as much memory is needed to draw it, in float64
 LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
@@ -121,13 +122,16 @@ class Judgement:
         return self.factor.describe() + ("" if self.is_far else "; its distance is within what is tolerated")
 
     def describe(self) -> str:
+        """What is wrong with it: its factor, or else its errors, and the factor that these mostly are."""
         distance = self.distance
-        if distance.unequal:
-            return distance.unequal
-        factor = f"{self.of_factor}: " if self.of_factor else ""
+        if distance.unequal or self.of_factor:
+            return distance.unequal or self.of_factor
+        mostly = abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
+        what = "it" if distance.change == distance.norm else "its change"
+        times = f"; {what} is {distance.scale:.5g} times the reference's" if mostly else ""
         return (
-            f"{factor}relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
-            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}"
+            f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
+            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}{times}"
         )
 
 

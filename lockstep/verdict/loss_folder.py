@@ -102,7 +102,7 @@ def judge(input_dir: Path, histories: dict[str, History], control: History | Non
 def write(judged: Judged, path: Path, command: str, *, tensors: str | None = None) -> None:
     """Write the comparison as data; `tensors` is the verdict on the tensors of the same runs, if there is one."""
     everyone = judged.histories | ({CONTROL: judged.control} if judged.control else {})
-    outcome = worst([judged.outcome, *([tensors] if tensors else [])])
+    outcome = worst((judged.outcome, tensors or judged.outcome))
     content = {
         "passed": outcome == PASS,
         "outcome": outcome,

@@ -83,8 +83,8 @@ def _products(
 
 
 def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
-    square = torch.stack([count * products[name][0] for name, count in sorted(counts.items())]).sum(0)
-    right = torch.stack([count * products[name][1] for name, count in sorted(counts.items())]).sum(0)
+    weighed = ([count * one for one in products[name]] for name, count in sorted(counts.items()))
+    square, right = (torch.stack(each).sum(0) for each in zip(*weighed, strict=True))
     return torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
 
 
@@ -240,9 +240,8 @@ def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> 
         if value > 1:
             equal.setdefault(value, []).append(name)
     terms = {" or ".join(names): value for value, names in equal.items()}
-    simple = {
-        **terms,
-        **{" or ".join(f"1 / {name}" for name in names): 1 / value for value, names in equal.items()},
+    simple = terms | {
+        " or ".join(f"1 / {name}" for name in names): 1 / value for value, names in equal.items()
     }
     grouped = {f"({name})" if " or " in name else name: value for name, value in terms.items()}
     pairs: dict[str, float] = {}

@@ -37,7 +37,7 @@ from lockstep.verdict.recorded_alone import Alone
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_ranks import Ranks
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, described, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
@@ -185,7 +185,7 @@ class _Step:
             )
             return verdict
         if problem:
-            verdict.wrong.append(problem)
+            verdict.wrong.append(Wrong(problem))
             return verdict
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
@@ -426,7 +426,7 @@ class _Step:
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
-            self.verdict.wrong.insert(place, sentence(rows))
+            self.verdict.wrong.insert(place, Wrong(sentence(rows)))
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""
@@ -535,7 +535,9 @@ class _Step:
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
-                    self.verdict.wrong.append(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
+                    self.verdict.wrong.append(
+                        Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
+                    )
 
     def _say_gradients(self) -> None:
         """Says which gradients are too far from the sum of the micro batches'."""
@@ -548,7 +550,10 @@ class _Step:
             name = worst.name.removeprefix("gradient/")
             hook = "; register_hook has put a hook on it" * (name in self.ranks[0].hooked_parameters)
             are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
+            alone = next((row for row in self.verdict.alone if row.name == worst.name), None)
+            said = described(worst, alone)
             self.verdict.wrong.append(
-                f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}"
-                f"{name}: {described(worst, self.verdict.by_itself(worst.name))}{hook}{self.counted}{also}"
+                Wrong(
+                    f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}{name}: {said}{hook}{self.counted}{also}"
+                )
             )

@@ -12,7 +12,7 @@ from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
-from lockstep.verdict.recorded_rows import StepVerdict, judged, times
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong, judged
 from lockstep.verdict.scalars import Chosen
 
 Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # by rank
@@ -128,10 +128,10 @@ class Modules:
                 (
                     order.index(first.name),
                     f"{first.name}{whose} ({first.where}) is the first of {sum(row.too_far for row in of_pass)} of {len(of_pass)} {what} "
-                    f"that are too far from the reference, in order of execution: {first.describe()}{times(first)}",
+                    f"that are too far from the reference, in order of execution: {first.describe()}",
                 )
             )
-        self.verdict.wrong += [sentence for _, sentence in sorted(found)]
+        self.verdict.wrong += [Wrong(sentence) for _, sentence in sorted(found)]
         if self.left_out:
             self.verdict.notes.append(
                 f"{len(self.left_out)} modules return tensors of other shapes than in the reference, and are not judged, such as {min(self.left_out)}"

@@ -11,7 +11,7 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
 NOT_REDUCED = "were not reduced"
@@ -26,7 +26,7 @@ class Ranks:
         self.ranks = recording.steps[verdict.step - 1]
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.differ: list[str] = []  # gradients of which replicas have others
-        self.unreduced = ""  # what is said of those that were not reduced
+        self.unreduced: Wrong | None = None  # what is said of those that were not reduced
         self.odd = 0  # a rank that has others than the first
 
     def agreed(self, kind: str) -> Gradients:
@@ -49,7 +49,7 @@ class Ranks:
             name, self.odd = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(self.odd, name) if kind == "gradient" else ""
-            said = f"{KINDS[kind]} differ between ranks that hold the same: {where}{why}"
+            said = Wrong(f"{KINDS[kind]} differ between ranks that hold the same: {where}", why)
             self.verdict.wrong.append(said)
             self.unreduced = said if NOT_REDUCED in why else self.unreduced
         if not self.streamed and not self.reduced_later:
@@ -66,9 +66,9 @@ class Ranks:
         if self.unreduced:
             wrong = self.verdict.wrong
             place = wrong.index(self.unreduced)
-            wrong[place] = self.unreduced.partition(f"; they {NOT_REDUCED}")[0] if instead else self.unreduced
-            wrong[place] += said
-            self.unreduced = "" if instead else wrong[place]
+            what = self.unreduced.what
+            wrong[place] = found = Wrong(what, said if instead else self.unreduced.removeprefix(what) + said)
+            self.unreduced = None if instead else found
 
     def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
         """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""

@@ -333,10 +333,10 @@ class Reference(Passes):
 
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What is no weight and no id is in float64, too, or in float32 if the run computes in float64."""
-        floats = {name: one for name, one in tensors.items() if one.is_floating_point()}
         return tensors | {
             name: one.double() if self.exact else one.float() if self.all_wide else one
-            for name, one in floats.items()
+            for name, one in tensors.items()
+            if one.is_floating_point()
         }
 
     def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:

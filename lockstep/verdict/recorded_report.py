@@ -12,6 +12,12 @@ from lockstep.verdict.recorded_run import RunVerdict
 SHOWN = 5  # sentences of a step
 
 
+def first_wrong(steps: list[StepVerdict], run: RunVerdict) -> tuple[str, list[str]]:
+    """("step 2: ", what is wrong in it) of the first step with anything wrong; else ("", what is wrong with the whole run)."""
+    found = ((f"step {one.step}: ", one.wrong) for one in steps if one.wrong)
+    return next(found, ("", run.wrong))
+
+
 def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     """The verdict in a dozen lines, the verdict itself last."""
     found = []
@@ -27,26 +33,24 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
             factor = "" if right else f"{verdict.factor:.7g} times "
             mean = verdict.named.weighting.label
             found.append(f"  the gradient is {factor}that of {mean}{verdict.clipped}{verdict.difference}")
-        nearest = verdict.nearest
-        if nearest is not None:
-            near = len(verdict.rows) - len(verdict.too_far)
-            share = nearest.multiple
+        farthest = max(verdict.rows, key=lambda row: row.multiple, default=None)
+        if farthest is not None:
+            near = sum(not row.too_far for row in verdict.rows)
+            share = farthest.multiple
             how_far = f"{share:.2f} of" if share <= 1 else f"{share:.3g} times"
             found.append(
-                f"  {near} of {len(verdict.rows)} values are near enough; the farthest, {nearest.name}, is {how_far} what is tolerated"
+                f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {farthest.name}, is {how_far} what is tolerated"
             )
         found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         found += [f"  note: {note}" for note in verdict.notes]
     found.append(f"whole run: {run.steps} steps, {run.samples} samples")
     found += [f"  {sentence}" for sentence in run.wrong]
     found += [f"  note: {note}" for note in run.notes]
-    wrong = next((verdict for verdict in steps if verdict.wrong), None)
-    if wrong is None and run.wrong:
-        return [*found, f"FAIL: {run.wrong[0]}"]
-    if wrong is None:
-        left = dict.fromkeys(verdict.unseen for verdict in steps if verdict.unseen)
-        return [*found, "; ".join([f"PASS: {len(steps)} steps", *left])]
-    return [*found, f"FAIL: step {wrong.step}: {wrong.wrong[0]}"]
+    where, wrong = first_wrong(steps, run)
+    if wrong:
+        return [*found, f"FAIL: {where}{wrong[0]}"]
+    left = dict.fromkeys(verdict.unseen for verdict in steps if verdict.unseen)
+    return [*found, "; ".join([f"PASS: {len(steps)} steps", *left])]
 
 
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
@@ -75,7 +79,7 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     print("\n".join(said[:-1]))
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
     print(said[-1])
-    return int(bool(run.wrong) or any(verdict.wrong for verdict in steps))
+    return int(content["verdict"] == "FAIL")
 
 
 def _numbers(rows: list[Judgement]) -> dict[str, list[float]]:

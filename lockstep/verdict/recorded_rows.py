@@ -10,8 +10,21 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
 
-MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class Wrong(str):
+    """A sentence about what is wrong. Its end may say why: `cause`, "" where nothing explains it. A plain text is a cause as a whole."""
+
+    what: str
+    cause: str
+
+    def __new__(cls, what: str, why: str = "") -> "Wrong":
+        said = super().__new__(cls, what + why)
+        # The end of a sentence becomes one of its own.
+        alone = why.replace(", which is", "the factor is", 1).replace("; they", "the gradients", 1)
+        said.what, said.cause = what, alone.lstrip(":; ")
+        return said
 
 
 @dataclass
@@ -39,21 +52,9 @@ class StepVerdict:
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def too_far(self) -> list[Judgement]:
-        return [row for row in self.rows if row.too_far]
-
-    @property
-    def nearest(self) -> Judgement | None:
-        """The row that is nearest to what is tolerated, or farthest beyond."""
-        return max(self.rows, key=lambda row: row.multiple, default=None)
-
     def leave(self, said: str) -> None:
         """Say with the verdict what was not judged."""
         self.unseen = f"{self.unseen}; {said}" if self.unseen else said
-
-    def by_itself(self, name: str) -> Judgement | None:
-        return next((row for row in self.alone if row.name == name), None)
 
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
         """Adds a row of a single number; `tolerated` is absolute."""
@@ -62,24 +63,10 @@ class StepVerdict:
         return row
 
 
-def times(row: Judgement) -> str:
-    """By what factor a row is off, to be read after its errors; "" if its error is not mostly a factor, or one is told of a part."""
-    distance = row.distance
-    mostly = not row.of_factor and abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
-    what = "it" if distance.change == distance.norm else "its change"
-    return f"; {what} is {distance.scale:.5g} times the reference's" if mostly else ""
-
-
 def described(row: Judgement, alone: Judgement | None) -> str:
-    """What is wrong with a row from the batch on, with its factor: the one of a part is known to the same row of modules by themselves."""
-    if alone is None or alone.factor is None or not alone.of_factor:
-        return row.describe() + times(row)
-    return f"by itself, {alone.factor.describe()}; from the batch, {row.describe()}"
-
-
-def briefly(row: Judgement) -> str:
-    """What is wrong with a row: its factor, or else its errors."""
-    return row.of_factor or row.describe() + times(row)
+    """What is wrong with a row: the factor of a part, which is known to the same row of modules by themselves, or else its errors."""
+    factor = alone.factor if alone is not None and alone.of_factor else None
+    return (row if factor is None else factor).describe()
 
 
 def judged(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep.dumps.recording import Recording, RunStep
 from lockstep.ground.errors import UserError
+from lockstep.verdict.recorded_rows import Wrong
 
 FEW = 0.05  # of the samples, that a data set may hold twice
 AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
@@ -98,9 +99,8 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         return
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
     if len(sizes) == 1 and len(first) + in_a_step < AN_EPOCH * max(sizes):
-        verdict.wrong.append(
-            f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has"
-        )
+        said = f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has"
+        verdict.wrong.append(Wrong(said))
 
 
 def _seen(steps: Iterable[RunStep]) -> list[int]:

@@ -14,7 +14,7 @@ from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
 
@@ -101,13 +101,14 @@ def _judge_targets(
     assert targets is not None
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
     if not _is_ahead(ids, targets, 1):
-        for ahead, what in (
-            (0, "itself: labels are not shifted"),
-            (2, "after the next one: labels are shifted twice"),
+        for ahead, what, are in (
+            (0, "itself", "not shifted"),
+            (2, "after the next one", "shifted twice"),
         ):
             # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
             if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
-                verdict.wrong.append(f"each position is trained to give the token {what} ({where})")
+                said = f"each position is trained to give the token {what}"
+                verdict.wrong.append(Wrong(said, f": labels are {are} ({where})"))
                 return
     mask = _mask(called, ids)
     if mask:

@@ -21,7 +21,7 @@ from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.picture import draw
 from lockstep.verdict.recorded_optimizer import CannotStep, Replay, Stepped, Weights
 from lockstep.verdict.recorded_ranks import NOT_REDUCED
-from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 
 
 def judge(
@@ -62,9 +62,8 @@ def judge(
             )
             return
         stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
-        verdict.wrong.append(
-            f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}{stale if strangers else ''}"
-        )
+        said = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
+        verdict.wrong.append(Wrong(said, stale if strangers else ""))
     elif not optimizers[0].is_of_deepspeed:
         _judge_others(recording, verdict)
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
@@ -181,9 +180,8 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             "as averages do"
         )
     if weights:
-        verdict.wrong.append(
-            f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
-        )
+        said = f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
+        verdict.wrong.append(Wrong(said))
     if state:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
@@ -240,10 +238,8 @@ def _judge_optimizer(
             off, allowed = (
                 relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
             )
-            verdict.wrong.append(
-                f"{len(wrong)} of {len(rows)} {what} are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
-                f"off by {off:.1e} of the change, tolerated {allowed:.1e}"
-            )
+            said = f"{len(wrong)} of {len(rows)} {what} are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
+            verdict.wrong.append(Wrong(f"{said}off by {off:.1e} of the change, tolerated {allowed:.1e}"))
 
 
 class _Updates:

@@ -23,7 +23,7 @@ from lockstep.verdict.normalisation import (
     Sum,
     Weighting,
 )
-from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 from lockstep.verdict.scalars import float32_norm_error
 
 SOME = 0.1  # of the gradients, that are right by no accident
@@ -110,9 +110,8 @@ class Weighed:
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
             if fitted.typical <= verdict.tolerated_weights:
                 said = self.counts(fitted.weights)
-            verdict.wrong.append(
-                f"{said}, as in no known mean (nearest: {named.factor:.4g} x {named.weighting.label})"
-            )
+            nearest = f"{named.factor:.4g} x {named.weighting.label}"
+            verdict.wrong.append(Wrong(f"{said}, as in no known mean (nearest: {nearest})"))
             return fitted.weights
         if right:
             self.nominal = self._nominal(of_losses, known, by_hand)
@@ -193,10 +192,10 @@ class Weighed:
             if allowed > MOST:
                 self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
             elif not abs(total / inside - 1) <= allowed:
-                often = f"counts {total / inside:.5g} times as often as the rest{self._why(total / inside)}"
-                if abs(total / inside) <= allowed:
-                    often = "does not count"
-                self.verdict.wrong.append(f"{name}, a term of the loss, {often}")
+                times = total / inside
+                said = f"{name}, a term of the loss, counts {times:.5g} times as often as the rest"
+                dead = f"{name}, a term of the loss, does not count"
+                self.verdict.wrong.append(dead if abs(times) <= allowed else Wrong(said, self._why(times)))
 
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
@@ -243,16 +242,17 @@ class Weighed:
 
     def _of_factor(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
         factor = self.verdict.factor
-        why = self._why(factor)
+        why, seen = self._why(factor), ""
         if not why and factor < 1 and not self.ranks[0].clips:
-            why = "; no clipping by a norm was seen"
+            seen = "; no clipping by a norm was seen"
         entered = self._entered(known)
         scale = self.micro[0].about.scale
         if scale != 1 and math.isclose(factor, scale, rel_tol=self.verdict.tolerated_weights):
             entered = "; it was not taken off, as scaler.step(optimizer) does"
         if entered == BEGUN:
             entered += self._stepped_too_often(factor)
-        return f"the gradient{of} is {factor:.7g} times that of {weighting.label}{why}{entered}"
+        said = f"the gradient{of} is {factor:.7g} times that of {weighting.label}{seen}"
+        return Wrong(said, why + entered) if why else Wrong(said + entered)
 
     def _stepped_too_often(self, factor: float) -> str:
         """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
@@ -366,9 +366,8 @@ class Weighed:
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
         if self.verdict.number(label, clip.norm, right, tolerated * right).too_far:
-            self.of_norm.append(
-                f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
-            )
+            said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
+            self.of_norm.append(Wrong(said))
 
 
 class _Size:

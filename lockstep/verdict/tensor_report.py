@@ -10,7 +10,7 @@ from lockstep.ground.files import REPORTS, plain, write_result
 from lockstep.verdict import report_tables as tables
 from lockstep.verdict.alone import REMEDY, sentences
 from lockstep.verdict.distance import relative
-from lockstep.verdict.judgement import Judgement, pass_of
+from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.report_tables import Line
 from lockstep.verdict.result import Findings, Result
 
@@ -179,10 +179,8 @@ def first_tensors(result: Result) -> list[str]:
             lines.append(f"{result.label(name)}: none")
             continue
         step, _, tensor, what = run.failures[0]
-        kind, _, where = tensor.partition("/")
-        which = f"{pass_of(tensor)} pass, {kind} of {where}" if where else tensor
         lines.append(
-            f"{result.label(name)}: step {step}, {which}: {what} ({len(run.failures)} tensors too far in all)"
+            f"{result.label(name)}: step {step}, {tensor}: {what} ({len(run.failures)} failures in all)"
         )
     return lines
 
