@@ -25,12 +25,19 @@ flash_attn_with_kvcache = None  # which transformers imports, for generation
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
-    """What imports flash_attn meanwhile gets this module, and torch's flex_attention, which CPUs compute without compiling it, is differentiated."""
+    """What imports flash_attn meanwhile gets this module.
+
+    torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel.
+    """
     before = {name: sys.modules.get(name) for name in PACKAGES}
     sys.modules.update(dict.fromkeys(PACKAGES, sys.modules[__name__]))
-    refuse = "torch.nn.attention.flex_attention._validate_device"
+    private = ("flex_attention._validate_device", "_sdpa_kernel")  # other versions may not have them
     try:
-        with mock.patch(refuse, lambda *_: None, create=True), torch.compiler.set_stance("force_eager"):
+        with contextlib.ExitStack() as stack:
+            for name in private:
+                nothing = mock.patch(f"torch.nn.attention.{name}", lambda *_, **__: None, create=True)
+                stack.enter_context(nothing)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
         for name, module in before.items():
