@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from lockstep.dumps import quantized
 from lockstep.dumps.hashes import digest
 from lockstep.dumps.plain_shards import PlainShards
 from lockstep.ground.blocks import blocks, pieces
@@ -55,6 +56,7 @@ class Kept:
 
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter before the step."""
+        tensor = quantized.values(tensor)
         same = self._is_as_before(f"weight/{name}", tensor)
         if same:
             self.unchanged.append(f"weight/{name}")
@@ -62,6 +64,7 @@ class Kept:
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
         """A parameter after the update."""
+        tensor = quantized.values(tensor)
         self.keep_shard(f"updated/{name}", tensor)
         self.digests[f"weight/{name}"] = digest_of(tensor)
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from lockstep.dumps import deepspeed_layers
+from lockstep.dumps import deepspeed_layers, quantized
 from lockstep.dumps.hashes import digest
 from lockstep.dumps.script import Definitions, Script
 from lockstep.ground import origin, user_file
@@ -131,6 +131,8 @@ class Describing:
         values = {key: value for key, value in vars(module).items() if key not in OWN}
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
+        if quantized.is_one(module._parameters.get("weight")):
+            kind, values = quantized.before(module)
         attributes = self.values(values, name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
@@ -144,17 +146,7 @@ class Describing:
             attributes |= {"_is_expert_parallel": False, "num_experts": whole.shape[0]}
         tensors = {
             group: {
-                key: None
-                if tensor is None
-                else {
-                    "is": self.tensors[id(tensor)],
-                    "shape": list(
-                        deepspeed_layers.noted(tensor).get("original_shape")
-                        or getattr(tensor, "ds_shape", tensor.shape)
-                    ),
-                    "dtype": str(tensor.dtype),
-                    "requires_grad": tensor.requires_grad,
-                }
+                key: None if tensor is None else self.parameter(tensor)
                 for key, tensor in getattr(module, f"_{group}").items()
             }
             for group in ("parameters", "buffers")
@@ -164,6 +156,19 @@ class Describing:
             for key, child in module._modules.items()
         }
         return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
+
+    def parameter(self, tensor: torch.Tensor) -> TREE:
+        """Of a parameter or buffer, as the whole model has it."""
+        values = quantized.values(tensor)
+        shape: Any = deepspeed_layers.noted(tensor).get("original_shape") or getattr(
+            tensor, "ds_shape", values.shape
+        )
+        return {
+            "is": self.tensors[id(tensor)],
+            "shape": list(shape),
+            "dtype": str(values.dtype),
+            "requires_grad": tensor.requires_grad,
+        }
 
     def scripts(self) -> TREE:
         """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
