@@ -976,6 +976,40 @@ class NotShifted(ShiftedTwice):
     ahead = 0
 
 
+class ShiftedTwiceInColumns(ShiftedTwice):
+    """Samples are columns, and the logits of all lie one below the other."""
+
+    def made(self):
+        return Columns()
+
+    def sample(self, generator):
+        return tuple(one.T for one in super().sample(generator))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0])[0], given[1].flatten())
+
+
+class Columns(Lstm):
+    def forward(self, tokens, state=None):
+        logits, state = super().forward(tokens.T, state)
+        return logits.transpose(0, 1).flatten(0, 1), state
+
+
+class GivesColumnsAgain(ShiftedTwiceInColumns):
+    """A model that sees whole samples is trained to give their tokens."""
+
+    ahead = 0
+
+    def made(self):
+        return SeesAll()
+
+
+class SeesAll(Columns):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+
+
 class ClippedEachTime(Own):
     """Before the last micro batch, each rank has a norm of its own."""
 
@@ -1067,6 +1101,25 @@ class SharedOutNotReduced(SharedOut):
             if one.ndim > 1:
                 dist.all_reduce(one.grad)
                 one.grad /= self.world
+
+
+class HeadNotReduced(SharedOutNotReduced):
+    """Adam's first step is the same on all ranks where their gradients have the same signs, as that of the bias has here."""
+
+    def sample(self, generator):
+        values, one, two = super().sample(generator)
+        return values, one, torch.zeros_like(two)
+
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def reduce(self):
+        for one in [*self.net.parameters()][:-2]:
+            dist.all_reduce(one.grad)
+            one.grad /= self.world
+
+    def after(self):
+        pass
 
 
 class ClippedInBackward(InBackward):

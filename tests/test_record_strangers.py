@@ -27,7 +27,7 @@ RIGHT = {
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
     **dict.fromkeys(("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "Padded"), NOT_SEEN),
-    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain"), NOT_SEEN),
+    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain"), NOT_SEEN),
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
@@ -81,6 +81,7 @@ WRONG = {
     "SparseApart": "step 1: gradients differ between ranks that hold the same: table.weight on rank 1; they were not reduced",
     "AutocastOnOneRank": "step 1: micro batch 0 of rank 0 is computed in torch.bfloat16, micro batch 0 of rank 1 without autocast",
     "ShiftedTwice": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
+    "ShiftedTwiceInColumns": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
     "NotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "Kept": "step 1: a weighted sum of the micro batches' gradients leaves ",
     "BesideApart": "step 1: the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks, and has another gradient",
@@ -115,6 +116,7 @@ WRONG = {
     "NormsTooSmall": "step 1: 2 of 6 gradients are too far from the reference, most of all 1.",
     "OneNotZeroed": "step 2: the gradient of 3.weight and 3.bias has 1 times that of step 1 in it: it was not set to zero",
     "SharedOutNotReduced": "step 1: 3 of 6 gradients are too far from the reference, most of all ",
+    "HeadNotReduced": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1 and two.bias on rank 1; they were not reduced",
     "OwnShardsClipped": "step 1: shards of the gradient have a norm of 0.1 on each rank, so each was clipped by the norm of its own",
     "LabelledByTheMost": "step 1: the gradient is 0.92105",
     "DividedByTheMask": "step 1: the gradient is 0.82608",

@@ -17,6 +17,8 @@ from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
+# By how many places the tokens that positions are trained to give are ahead
+AHEAD = {0: "itself: labels are not shifted", 2: "after the next one: labels are shifted twice"}
 
 
 def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], computed: list[Computed]) -> None:
@@ -30,12 +32,14 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             continue
         if called.piece is not None:
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
-        if found.mean.targets is not None and len(verdict.wrong) == before:
-            _judge_targets(verdict, reference, called, ids, found)
+        # Logits may lie one below the other
+        targets = None if found.mean.targets is None else found.mean.targets.view_as(called.tensors[ids])
+        if targets is not None and len(verdict.wrong) == before:
+            _judge_targets(verdict, reference, called, ids, targets, labels=found.mean.labels)
         elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
             _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
-            _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
+            _judge_sight(verdict, reference, called, ids, targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
 
@@ -80,10 +84,11 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
     Of an encoder and a decoder, that of the decoder: what the encoder sees may be what the decoder must give.
     """
     only = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    targets = found.mean.targets
     for name, tensor in called.tensors.items():
         if only and name != "decoder_input_ids":
             continue
-        fits = tensor.ndim == 2 and (found.mean.targets is None or tensor.shape == found.mean.targets.shape)
+        fits = tensor.ndim == 2 and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
         if (
             fits
             and name != found.mean.labels
@@ -95,20 +100,23 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
 
 
 def _judge_targets(
-    verdict: StepVerdict, reference: Reference, called: Called, name: str, found: Computed
+    verdict: StepVerdict,
+    reference: Reference,
+    called: Called,
+    name: str,
+    targets: torch.Tensor,
+    *,
+    labels: str,
 ) -> None:
-    ids, targets = called.tensors[name], found.mean.targets
-    assert targets is not None
+    ids = called.tensors[name]
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
-    if not _is_ahead(ids, targets, 1):
-        for ahead, what in (
-            (0, "itself: labels are not shifted"),
-            (2, "after the next one: labels are shifted twice"),
-        ):
-            # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
-            if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
-                verdict.wrong.append(f"each position is trained to give the token {what} ({where})")
-                return
+    # Places may lie below each other, as of a recurrent network, whose samples are columns.
+    both = ((ids, targets), (ids.T, targets.T))
+    ahead = next((one for one in (1, *AHEAD) if any(_is_ahead(*each, one) for each in both)), 1)
+    # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
+    if ahead in AHEAD and (labels or all(_is_causal(reference, called, name, along) for along in (0, 1))):
+        verdict.wrong.append(f"each position is trained to give the token {AHEAD[ahead]} ({where})")
+        return
     mask = _mask(called, ids)
     if mask:
         trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
@@ -189,12 +197,13 @@ def _change(
     return (logits - right).abs()
 
 
-def _is_causal(reference: Reference, called: Called, ids: str) -> bool:
-    """Whether the logits of the first half of a row depend on no token of the second."""
-    right, half = reference.logits(called), called.tensors[ids].shape[1] // 2
+def _is_causal(reference: Reference, called: Called, name: str, along: int) -> bool:
+    """Whether the logits of the first half along a dim depend on no token of the second."""
+    ids, right = called.tensors[name], reference.logits(called)
     assert right is not None
-    later = torch.arange(called.tensors[ids].shape[1]).expand_as(called.tensors[ids]) >= half
-    off = _change(reference, called, ids, right, later)[:, :half]
+    half = ids.shape[along] // 2
+    later = (torch.arange(ids.shape[along]) >= half).unsqueeze(1 - along).expand_as(ids)
+    off = _change(reference, called, name, right, later).view(*ids.shape, -1)[~later]
     return not off.numel() or float(off.max()) <= SEEN * float(right.abs().max())
 
 
