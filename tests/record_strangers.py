@@ -302,6 +302,15 @@ class Normalised(Own):
         return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
+class StatisticsReset(Normalised):
+    """A loop may mean to; so may one that forgets to give back the statistics of an average."""
+
+    def after(self):
+        for one in self.net.modules():
+            if isinstance(one, nn.BatchNorm1d):
+                one.reset_running_stats()
+
+
 class LossModule(Own):
     """The model returns its loss alone, which a module with the classes' weights makes."""
 
@@ -596,6 +605,23 @@ class Energy(nn.Module):
         places = places.requires_grad_()
         energy = self.head(torch.tanh(self.body(places)))
         return torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
+
+
+class Slopes(Own):
+    """What the model returns has derivatives in it that it takes in forward mode."""
+
+    def made(self):
+        return Sloped()
+
+
+class Sloped(Heads):
+    def forward(self, values):
+        with torch.autograd.forward_ad.dual_level():
+            along = torch.autograd.forward_ad.make_dual(values, torch.ones_like(values))
+            first = torch.autograd.forward_ad.unpack_dual(super().forward(along)[0])
+        return sum(first), sum(
+            torch.func.jvp(lambda one: self.two(torch.tanh(self.body(one))), (values,), (values,))
+        )
 
 
 class Double(Own):

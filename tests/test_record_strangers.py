@@ -19,14 +19,17 @@ RIGHT = {
     **dict.fromkeys(
         ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
     ),
-    **dict.fromkeys(("Forces", "Double"), NOT_JUDGED),
+    **dict.fromkeys(("Forces", "Double", "Slopes"), NOT_JUDGED),
     **dict.fromkeys(
         ("Adversary", "Judged", "TwoOptimizers"),
         f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 2",
     ),
     "Beside": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(("Closure", "TwoSchedules", "Nested", "NoRate", "ByHand"), NOT_JUDGED),
-    **dict.fromkeys(("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "Padded"), NOT_SEEN),
+    **dict.fromkeys(
+        ("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "StatisticsReset", "Padded"),
+        NOT_SEEN,
+    ),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain"), NOT_SEEN),
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
@@ -194,6 +197,12 @@ def test_what_did_not_move_is_named(judged):
     assert not any("did not change" in line for line in said(judged / "ReducesItself")[1])
 
 
+def test_buffers_that_the_loop_changes_are_named(judged):
+    note = "note: the forward pass changes 1."
+    assert any(note in line for line in said(judged / "StatisticsReset")[1])
+    assert not any(note in line for line in said(judged / "Normalised")[1])
+
+
 def test_a_hook_on_a_weight_is_named(judged):
     note = "register_hook has put a hook on it"
     assert note in said(judged / "HookOnAWeight")[1][-1] and note not in said(judged / "CutOnOneRank")[1][-1]
@@ -231,6 +240,11 @@ def test_the_loss_says_what_was_not_judged(judged, capsys):
 def test_units_draw_the_same_numbers_again(judged):
     assert judge.main([str(judged / "DrawnElsewhere"), "--memory", "1e-9"]) == 0
     assert judge.main([str(judged / "DrawnOnOneRank"), "--memory", "1e-9"]) == 1
+
+
+def test_forward_mode_needs_scripted_functions(judged):
+    """Those of torch itself. The ranks have loaded them before they judge."""
+    assert judge.main([str(judged / "Slopes")]) == 0
 
 
 def test_the_models_of_a_step_are_freed(judged):

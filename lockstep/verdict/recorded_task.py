@@ -13,10 +13,12 @@ from lockstep.dumps.recording import Called
 from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
+from lockstep.verdict.judgement import MULTIPLE
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
+MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
 # By how many places the tokens that positions are trained to give are ahead
 AHEAD = {0: "itself: labels are not shifted", 2: "after the next one: labels are shifted twice"}
 
@@ -59,6 +61,33 @@ def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Calle
                 f"{and_more(differ)} of ranks {first.ranks[0]} and {other.ranks[0]} differ, so they compute otherwise: first in {module_of(name)}"
             )
             return
+
+
+def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: Reference) -> None:
+    """Notes what a forward pass leaves in buffers, as a batch norm its statistics, and the next one does not begin with.
+
+    The passes over a micro batch in float64 and in the run's dtypes have just been made. Of rank 0, whose buffers DDP sends to the others.
+    """
+    recording, step, later = exact.recording, verdict.step, replace(called, number=called.number + 1)
+    if later.number == len(recording.steps[step - 1][0].micro_batches):
+        step, later.number = step + 1, 0
+    if called.ranks[0] or called.piece is not None or step > len(recording.steps):
+        return
+    instead = (
+        recording.buffers(verdict.step, called),
+        recording.buffers(step, later),
+        dict(near.model.named_buffers()),
+    )
+    odd = []
+    for name, right in exact.model.named_buffers():
+        if all(name in one for one in instead):
+            change, error, noise = (float((one[name] - right).double().norm()) for one in instead)
+            odd += [name] * (change > 0 and error > MOVED * change + MULTIPLE * noise)
+    if odd:
+        verdict.notes.append(
+            f"the forward pass changes {and_more(odd)}, and the next one begins with other values: the loop changes them, too, "
+            "or calls the model in training mode without gradients"
+        )
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
