@@ -247,12 +247,16 @@ class Weighed:
         if not why and factor < 1 and not self.ranks[0].clips:
             why = "; no clipping by a norm was seen"
         entered = self._entered(known)
-        scale = self.micro[0].about.scale
-        if scale != 1 and math.isclose(factor, scale, rel_tol=self.verdict.tolerated_weights):
+        if self._is_scale(factor):
             entered = "; it was not taken off, as scaler.step(optimizer) does"
         if entered == BEGUN:
             entered += self._stepped_too_often(factor)
         return f"the gradient{of} is {factor:.7g} times that of {weighting.label}{why}{entered}"
+
+    def _is_scale(self, times: float) -> bool:
+        """Whether it is the scale of a GradScaler."""
+        scale = self.micro[0].about.scale
+        return scale != 1 and math.isclose(times, scale, rel_tol=self.verdict.tolerated_weights)
 
     def _stepped_too_often(self, factor: float) -> str:
         """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
@@ -366,8 +370,10 @@ class Weighed:
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
         if self.verdict.number(label, clip.norm, right, tolerated * right).too_far:
+            times = clip.norm / right
+            why = "; it was clipped before scaler.unscale_(optimizer)" * self._is_scale(times)
             self.of_norm.append(
-                f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
+                f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {right:.7g}{why}"
             )
 
 
