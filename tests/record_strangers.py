@@ -1606,6 +1606,15 @@ def fails(outputs, batch):
     return batch["labels"]
 
 
+class TermApart(HeadTimesWorld):
+    LOSS = "term_apart"
+
+
+def term_apart(outputs, batch):
+    """The term is computed again, and is no part of the loss."""
+    return heads(outputs, batch)[0], heads(outputs, batch)[1]
+
+
 class LossIsNone(HeadTimesWorld):
     LOSS = "is_none"
 

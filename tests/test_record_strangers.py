@@ -158,6 +158,7 @@ REFUSED = {
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "ShardReturned": "what the model returns as 0 is of shape (4, 2) in the run, and (4, 4) in one process, so each rank is given a shard of it",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
+    "TermApart": "--loss: the loss is not computed from first head, so how often it counts is not known; return the tensor itself that is added",
     "LossIsNone": "--loss: the function must return a scalar tensor",
 }
 
