@@ -192,6 +192,15 @@ def test_counts_of_tokens_are_known(judged):
     assert "tokens of the mask" not in said(judged / "LabelledByTheMost")[1][-1]
 
 
+def test_a_small_whole_number_may_be_none_of_the_run(judged):
+    """Two ranks: a head that counts twice may have a weight of two. Negative controls: a factor that comes later, and one of 15 / 19."""
+    note = "; it may also be a number in the loss"
+    for name in ("LabelledTwice", "HeadTimesWorld", "LabelledByTheClasses"):
+        assert said(judged / name)[1][-1].endswith(note)
+    for name in ("VectorsHalved", "LabelledByTheMost", "NeverUnscaled"):
+        assert note not in said(judged / name)[1][-1]
+
+
 def test_what_did_not_move_is_named(judged):
     note = "note: the update did not change two.bias, which has a gradient"
     assert any(note in line for line in said(judged / "OneLeftOut")[1])

@@ -341,7 +341,7 @@ class Net(nn.Module):
                 found = torch.autograd.grad(again, last, found, retain_graph=True)[0] + gradient
             return found
         z.register_hook(solve)
-        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1)), z
+        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1).detach()), z
 
 def louder(module, given, out):
     return out * 1.001
@@ -380,6 +380,11 @@ COPY = "net.teacher.load_state_dict(net.take.state_dict())"
         ({}, 0, "moved by 0.01 to 0.01 of the way to trained weights"),
         # Where it has been a copy, what it moves by may be no more than rounding errors.
         ({"before": COPY, "rate": 1e-5}, 0, "moved by 0 to 1 of the way to trained weights"),
+        (
+            {"before": "net.teacher.requires_grad_()"},
+            0,
+            "moved by 0.01 to 0.01 of the way to trained weights",
+        ),
         ({"share": 1.0}, 1, "changed between the update of step 1"),
         ({"before": TRIAL}, 0, "the first call of the model counts for nothing"),
         ({"first": "False"}, 1, "micro batch 0 of rank 0 does not count"),

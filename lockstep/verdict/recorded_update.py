@@ -154,7 +154,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     )
     state += [name.rpartition("/")[0] for name in of_all]
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
-    frozen = recording.steps[step - 1][0].frozen
+    trained = set(recording.names(step, "gradient"))
     shares: dict[str, tuple[float, float]] = {}
     for name in list(weights):
         before, after = (
@@ -168,8 +168,8 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
-        elif name in frozen:
-            alike = (one for one, shape in shapes.items() if one not in frozen and shape == after.shape)
+        elif name not in trained:
+            alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
             share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
             shares |= {name: share} if share else {}
     lows, highs = zip(*shares.values(), (0.0, 1.0), strict=True)

@@ -193,7 +193,8 @@ class Weighed:
             if allowed > MOST:
                 self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
             elif not abs(total / inside - 1) <= allowed:
-                often = f"counts {total / inside:.5g} times as often as the rest{self._why(total / inside)}"
+                why = self._why(total / inside)
+                often = f"counts {total / inside:.5g} times as often as the rest{why}{self._in_loss(total / inside, why)}"
                 if abs(total / inside) <= allowed:
                     often = "does not count"
                 self.verdict.wrong.append(f"{name}, a term of the loss, {often}")
@@ -250,8 +251,13 @@ class Weighed:
         if self._is_scale(factor):
             entered = "; it was not taken off, as scaler.step(optimizer) does"
         if entered == BEGUN:
-            entered += self._stepped_too_often(factor)
+            entered += self._stepped_too_often(factor) + self._in_loss(factor, why)
         return f"the gradient{of} is {factor:.7g} times that of {weighting.label}{why}{entered}"
+
+    def _in_loss(self, factor: float, why: str) -> str:
+        """That a small whole number may be none of the run's, to be read after what else it is."""
+        written = normalisation.may_be_written(factor, self.verdict.tolerated_weights)
+        return "; it may also be a number in the loss" * (written and bool(why))
 
     def _is_scale(self, times: float) -> bool:
         """Whether it is the scale of a GradScaler."""
@@ -324,9 +330,7 @@ class Weighed:
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
             "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),
             "the micro batches of another step": float(self.elsewhere),
-            "the scale of the GradScaler": self.micro[0].about.scale
-            if self.micro[0].about.scale != 1
-            else 0.0,
+            "the scale of the GradScaler": self.micro[0].about.scale,
         }
         names = normalisation.explanations(factor, numbers, tolerated)
         return f", which is {' or '.join(names)}" if names else ""
