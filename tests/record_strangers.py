@@ -305,6 +305,11 @@ class Normalised(Own):
 class StatisticsReset(Normalised):
     """A loop may mean to; so may one that forgets to give back the statistics of an average."""
 
+    def model(self):
+        net = super().model()
+        net.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        return net
+
     def after(self):
         for one in self.net.modules():
             if isinstance(one, nn.BatchNorm1d):

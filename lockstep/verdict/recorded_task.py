@@ -34,10 +34,11 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             continue
         if called.piece is not None:
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
-        # Logits may lie one below the other
-        targets = None if found.mean.targets is None else found.mean.targets.view_as(called.tensors[ids])
+        targets = found.mean.targets
+        if targets is not None:  # logits may lie one below the other
+            found.mean.targets = targets = targets.view_as(called.tensors[ids])
         if targets is not None and len(verdict.wrong) == before:
-            _judge_targets(verdict, reference, called, ids, targets, labels=found.mean.labels)
+            _judge_targets(verdict, reference, called, ids, found)
         elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
             _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
@@ -71,7 +72,7 @@ def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: R
     recording, step, later = exact.recording, verdict.step, replace(called, number=called.number + 1)
     if later.number == len(recording.steps[step - 1][0].micro_batches):
         step, later.number = step + 1, 0
-    if called.ranks[0] or called.piece is not None or step > len(recording.steps):
+    if called.ranks[0] or step > len(recording.steps):
         return
     instead = (
         recording.buffers(verdict.step, called),
@@ -80,14 +81,17 @@ def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: R
     )
     odd = []
     for name, right in exact.model.named_buffers():
-        if all(name in one for one in instead):
-            change, error, noise = (float((one[name] - right).double().norm()) for one in instead)
+        if right.is_floating_point() and all(
+            right.shape == getattr(one.get(name), "shape", 0) for one in instead
+        ):
+            change, error, noise = (float((one[name] - right).norm()) for one in instead)
             odd += [name] * (change > 0 and error > MOVED * change + MULTIPLE * noise)
     if odd:
-        verdict.notes.append(
+        said = (
             f"the forward pass changes {and_more(odd)}, and the next one begins with other values: the loop changes them, too, "
             "or calls the model in training mode without gradients"
         )
+        verdict.notes += [said] * (said not in verdict.notes)
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
@@ -117,9 +121,9 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
     for name, tensor in called.tensors.items():
         if only and name != "decoder_input_ids":
             continue
-        fits = tensor.ndim == 2 and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
         if (
-            fits
+            tensor.ndim == 2
+            and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
             and name != found.mean.labels
             and not tensor.is_floating_point()
             and tensor.dtype != torch.bool
@@ -129,21 +133,18 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
 
 
 def _judge_targets(
-    verdict: StepVerdict,
-    reference: Reference,
-    called: Called,
-    name: str,
-    targets: torch.Tensor,
-    *,
-    labels: str,
+    verdict: StepVerdict, reference: Reference, called: Called, name: str, found: Computed
 ) -> None:
-    ids = called.tensors[name]
+    ids, targets = called.tensors[name], found.mean.targets
+    assert targets is not None
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
     # Places may lie below each other, as of a recurrent network, whose samples are columns.
     both = ((ids, targets), (ids.T, targets.T))
     ahead = next((one for one in (1, *AHEAD) if any(_is_ahead(*each, one) for each in both)), 1)
     # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
-    if ahead in AHEAD and (labels or all(_is_causal(reference, called, name, along) for along in (0, 1))):
+    if ahead in AHEAD and (
+        found.mean.labels or all(_is_causal(reference, called, name, along) for along in (0, 1))
+    ):
         verdict.wrong.append(f"each position is trained to give the token {AHEAD[ahead]} ({where})")
         return
     mask = _mask(called, ids)
@@ -209,7 +210,7 @@ def _judge_sight(
         return
     for changed, looked_at, what in trials.values():
         off = _change(reference, called, ids, right, changed)[looked_at]
-        if off.numel() and float(off.max()) > SEEN * float(right.abs().max()):
+        if (off > SEEN * right.abs().max()).any():
             verdict.wrong.append(
                 f"{what} (in micro batch {called.number} of rank {called.ranks[0]}; by up to {float(off.max()):.2g})"
             )
@@ -230,10 +231,9 @@ def _is_causal(reference: Reference, called: Called, name: str, along: int) -> b
     """Whether the logits of the first half along a dim depend on no token of the second."""
     ids, right = called.tensors[name], reference.logits(called)
     assert right is not None
-    half = ids.shape[along] // 2
-    later = (torch.arange(ids.shape[along]) >= half).unsqueeze(1 - along).expand_as(ids)
+    later = (torch.arange(ids.shape[along]) >= ids.shape[along] // 2).unsqueeze(1 - along).expand_as(ids)
     off = _change(reference, called, name, right, later).view(*ids.shape, -1)[~later]
-    return not off.numel() or float(off.max()) <= SEEN * float(right.abs().max())
+    return not (off > SEEN * right.abs().max()).any()
 
 
 def _trials(

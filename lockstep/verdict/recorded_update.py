@@ -205,7 +205,7 @@ def _averaged(
         # The rounding errors of all elements, each independent of the others, are in the part, too.
         square = float(way.square().sum())
         share, unsure = float((way * moved).sum()) / square, float((way * off).norm()) / square
-        if share > 0 and bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
+        if bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
             return share - unsure, share + unsure
     return None
 
