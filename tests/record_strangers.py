@@ -302,6 +302,20 @@ class Normalised(Own):
         return F.cross_entropy(self.wrapped(given[0]), given[1])
 
 
+class StatisticsReset(Normalised):
+    """A loop may mean to; so may one that forgets to give back the statistics of an average."""
+
+    def model(self):
+        net = super().model()
+        net.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        return net
+
+    def after(self):
+        for one in self.net.modules():
+            if isinstance(one, nn.BatchNorm1d):
+                one.reset_running_stats()
+
+
 class LossModule(Own):
     """The model returns its loss alone, which a module with the classes' weights makes."""
 
@@ -596,6 +610,23 @@ class Energy(nn.Module):
         places = places.requires_grad_()
         energy = self.head(torch.tanh(self.body(places)))
         return torch.autograd.grad(energy.sum(), places, create_graph=True)[0]
+
+
+class Slopes(Own):
+    """What the model returns has derivatives in it that it takes in forward mode."""
+
+    def made(self):
+        return Sloped()
+
+
+class Sloped(Heads):
+    def forward(self, values):
+        with torch.autograd.forward_ad.dual_level():
+            along = torch.autograd.forward_ad.make_dual(values, torch.ones_like(values))
+            first = torch.autograd.forward_ad.unpack_dual(super().forward(along)[0])
+        return sum(first), sum(
+            torch.func.jvp(lambda one: self.two(torch.tanh(self.body(one))), (values,), (values,))
+        )
 
 
 class Double(Own):
@@ -976,6 +1007,40 @@ class NotShifted(ShiftedTwice):
     ahead = 0
 
 
+class ShiftedTwiceInColumns(ShiftedTwice):
+    """Samples are columns, and the logits of all lie one below the other."""
+
+    def made(self):
+        return Columns()
+
+    def sample(self, generator):
+        return tuple(one.T for one in super().sample(generator))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0])[0], given[1].flatten())
+
+
+class Columns(Lstm):
+    def forward(self, tokens, state=None):
+        logits, state = super().forward(tokens.T, state)
+        return logits.transpose(0, 1).flatten(0, 1), state
+
+
+class GivesColumnsAgain(ShiftedTwiceInColumns):
+    """A model that sees whole samples is trained to give their tokens."""
+
+    ahead = 0
+
+    def made(self):
+        return SeesAll()
+
+
+class SeesAll(Columns):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+
+
 class ClippedEachTime(Own):
     """Before the last micro batch, each rank has a norm of its own."""
 
@@ -1067,6 +1132,25 @@ class SharedOutNotReduced(SharedOut):
             if one.ndim > 1:
                 dist.all_reduce(one.grad)
                 one.grad /= self.world
+
+
+class HeadNotReduced(SharedOutNotReduced):
+    """Adam's first step is the same on all ranks where their gradients have the same signs, as that of the bias has here."""
+
+    def sample(self, generator):
+        values, one, two = super().sample(generator)
+        return values, one, torch.zeros_like(two)
+
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def reduce(self):
+        for one in [*self.net.parameters()][:-2]:
+            dist.all_reduce(one.grad)
+            one.grad /= self.world
+
+    def after(self):
+        pass
 
 
 class ClippedInBackward(InBackward):
@@ -1525,6 +1609,15 @@ class LossFails(HeadTimesWorld):
 
 def fails(outputs, batch):
     return batch["labels"]
+
+
+class TermApart(HeadTimesWorld):
+    LOSS = "term_apart"
+
+
+def term_apart(outputs, batch):
+    """The term is computed again, and is no part of the loss."""
+    return heads(outputs, batch)[0], heads(outputs, batch)[1]
 
 
 class LossIsNone(HeadTimesWorld):

@@ -859,7 +859,11 @@ def test_weights_are_measured():
         torch.tensor([3.0, 2.0, 1.0]) / 6, [4, 4, 8], normalisation.known([4, 4, 8], [0, 0, 1])
     )
     assert named.off > 0.1  # negative control: no known mean
-    assert normalisation.explanations(0.25, {"a": 2.0, "b": 8.0}, 1e-6) == ["a / b"]
+    assert normalisation.explanations(0.375, {"a": 3.0, "b": 8.0}, 1e-6) == ["a / b"]
+    assert normalisation.explanations(64.0, {"a": 8.0, "b": 8.0}, 1e-6) == ["a x b"]
+    # Such as the square of a temperature that a distillation forgets: two numbers make it by accident, one hardly
+    assert normalisation.explanations(0.25, {"a": 2.0, "b": 8.0, "c": 2.0}, 1e-6) == []
+    assert normalisation.explanations(0.25, {"a": 4.0}, 1e-6) == ["1 / a"]
 
 
 def test_every_example_is_documented():

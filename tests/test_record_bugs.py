@@ -205,8 +205,8 @@ BUGS = {
     ),
     "ClippedScaled": (
         "step 1: the gradient was clipped by a norm of ",
-        UNEXPLAINED,
-        ", 1024 times that of the reference's",
+        NAMED,
+        "; it was clipped before scaler.unscale_(optimizer)",
         "pytorch/examples/1196",
     ),
     "ClippedGroup": (

@@ -341,7 +341,7 @@ class Net(nn.Module):
                 found = torch.autograd.grad(again, last, found, retain_graph=True)[0] + gradient
             return found
         z.register_hook(solve)
-        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1)), z
+        return F.mse_loss(self.give(z).mean(-1), self.teacher(x).mean(-1).detach()), z
 
 def louder(module, given, out):
     return out * 1.001
@@ -354,7 +354,7 @@ def main():
     torch.manual_seed(0)
     net = Net()
     {before}
-    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr={rate})
     for step in range(3):
         optimizer.zero_grad()
         for number in range(2):
@@ -371,12 +371,21 @@ if __name__ == "__main__":
     main()
 """
 TRIAL = "net(torch.randn(6, 4))"
+COPY = "net.teacher.load_state_dict(net.take.state_dict())"
 
 
 @pytest.mark.parametrize(
     "fields, status, said",
     [
-        ({}, 0, "moved by 0.01 of the way to trained weights"),
+        ({}, 0, "moved by 0.01 to 0.01 of the way to trained weights"),
+        # Where it has been a copy, what it moves by may be no more than rounding errors.
+        ({"before": COPY, "rate": 1e-5}, 0, "moved by 0 to 1 of the way to trained weights"),
+        (
+            {"before": "net.teacher.requires_grad_()"},
+            0,
+            "moved by 0.01 to 0.01 of the way to trained weights",
+        ),
+        ({"share": 1.0}, 1, "changed between the update of step 1"),
         ({"before": TRIAL}, 0, "the first call of the model counts for nothing"),
         ({"first": "False"}, 1, "micro batch 0 of rank 0 does not count"),
         ({"first": "False", "before": TRIAL}, 1, "micro batch 1 of rank 0 does not count"),
@@ -389,7 +398,7 @@ def test_a_model_with_oddities(tmp_path, capsys, fields, status, said):
     """Gradients of a fixed point, solved for in a hook; a module inside of vmap; a teacher that is an average; a trial before the training;
     a gradient that the loop asks for at what the model returns."""
     script, output = tmp_path / "train.py", tmp_path / "out"
-    script.write_text(ODD.format(**{"before": "pass", "first": True, "share": 0.01, **fields}))
+    script.write_text(ODD.format(**{"before": "pass", "first": True, "share": 0.01, "rate": 1e-2, **fields}))
     assert record.main(["--output", str(output), str(script)]) == 0
     assert judge.main([str(output)]) == status
     captured = capsys.readouterr()

@@ -507,7 +507,9 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         )
     building = Building(tensors, tree["scripts"])
     user_file.search(Path(tree.get("path", ".")))
-    torch.jit._state.disable()  # no mode sees what a scripted function casts
+    # No mode sees what a scripted function casts; but torch's own formulas for forward-mode derivatives are scripted when they are loaded.
+    torch.autograd.forward_ad._maybe_load_decompositions()
+    torch.jit._state.disable()
     try:
         model = building.module(tree, "")
         building.fill(tree, "")

@@ -21,6 +21,7 @@ from lockstep.verdict.distance import BLOCK, Size, size_of
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
+WRITTEN = 10  # whole numbers below this are written into losses
 Gradients = Mapping[str, torch.Tensor]  # by parameter
 Factors = Mapping[str, float]  # such as of clipping, by parameter; 1 where there is none
 # Of the columns with each other, and with what was observed
@@ -233,8 +234,17 @@ def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting
     return min(found, key=lambda named: named.off)
 
 
+def may_be_written(factor: float, tolerance: float) -> bool:
+    """Whether a loop may well have this number, or its inverse, in its loss as it stands."""
+    times = factor if factor > 1 else 1 / (factor or 1.0)
+    return round(times) < WRITTEN and math.isclose(times, round(times), rel_tol=tolerance)
+
+
 def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> list[str]:
-    """What the factor may be: one of the numbers that are known of the run, its inverse, or a product or quotient of two."""
+    """What the factor may be: one of the numbers that are known of the run, its inverse, or a product or quotient of two.
+
+    Some two make a small whole number, or its inverse, by accident.
+    """
     equal: dict[float, list[str]] = {}
     for name, value in numbers.items():
         if value > 1:
@@ -256,7 +266,7 @@ def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> 
         if len(names) > 1:
             both = f"{names[0]} x {names[-1]}"
             pairs |= {both: value**2, f"1 / ({both})": 1 / value**2}
-    for group in (simple, pairs):
+    for group in (simple, {} if may_be_written(factor, tolerance) else pairs):
         matching = [name for name, value in group.items() if math.isclose(factor, value, rel_tol=tolerance)]
         if matching:
             return matching

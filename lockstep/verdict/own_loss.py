@@ -41,6 +41,11 @@ def computed(
         else:
             number = float(one)
     for name, scalar in scalars.items():
+        if torch.autograd.grad(loss, scalar, retain_graph=True, allow_unused=True)[0] is None:
+            raise UserError(
+                f"--loss: the loss is not computed from {name}, so how often it counts is not known; "
+                "return the tensor itself that is added, such as kl of loss + 0.5 * kl"
+            )
         each = torch.autograd.grad(scalar, list(copies.values()), retain_graph=True, materialize_grads=True)
         at[name] = dict(zip(copies, each, strict=True))
     return scalars, number, at

@@ -364,6 +364,8 @@ class _Step:
             for called, (_, told) in zip(pieces, recorded, strict=True):
                 for reference, kept in ((plain, self.near), (exact, self.exact)):
                     kept.append(reference.compute(called, told))
+                if not self.streamed:  # whose units are computed twice
+                    recorded_task.note_buffers(self.verdict, called, exact, plain)
                 if self.redraws:
                     redrawn.draw_again(plain, self.near[-1], self.exact[-1], called, told)
                 if self.verdict.step == 1 and len(self.exact) == 1:

@@ -13,10 +13,14 @@ from lockstep.dumps.recording import Called
 from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
+from lockstep.verdict.judgement import MULTIPLE
 from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
+MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
+# By how many places the tokens that positions are trained to give are ahead
+AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 
 def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], computed: list[Computed]) -> None:
@@ -30,12 +34,15 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             continue
         if called.piece is not None:
             recorded_pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
-        if found.mean.targets is not None and len(verdict.wrong) == before:
+        targets = found.mean.targets
+        if targets is not None:  # logits may lie one below the other
+            found.mean.targets = targets = targets.view_as(called.tensors[ids])
+        if targets is not None and len(verdict.wrong) == before:
             _judge_targets(verdict, reference, called, ids, found)
         elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
             _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
-            _judge_sight(verdict, reference, called, ids, found.mean.targets, tried)
+            _judge_sight(verdict, reference, called, ids, targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
 
@@ -55,6 +62,36 @@ def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Calle
                 f"{and_more(differ)} of ranks {first.ranks[0]} and {other.ranks[0]} differ, so they compute otherwise: first in {module_of(name)}"
             )
             return
+
+
+def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: Reference) -> None:
+    """Notes what a forward pass leaves in buffers, as a batch norm its statistics, and the next one does not begin with.
+
+    The passes over a micro batch in float64 and in the run's dtypes have just been made. Of rank 0, whose buffers DDP sends to the others.
+    """
+    recording, step, later = exact.recording, verdict.step, replace(called, number=called.number + 1)
+    if later.number == len(recording.steps[step - 1][0].micro_batches):
+        step, later.number = step + 1, 0
+    if called.ranks[0] or step > len(recording.steps):
+        return
+    instead = (
+        recording.buffers(verdict.step, called),
+        recording.buffers(step, later),
+        dict(near.model.named_buffers()),
+    )
+    odd = []
+    for name, right in exact.model.named_buffers():
+        if right.is_floating_point() and all(
+            right.shape == getattr(one.get(name), "shape", 0) for one in instead
+        ):
+            change, error, noise = (float((one[name] - right).norm()) for one in instead)
+            odd += [name] * (change > 0 and error > MOVED * change + MULTIPLE * noise)
+    if odd:
+        said = (
+            f"the forward pass changes {and_more(odd)}, and the next one begins with other values: the loop changes them, too, "
+            "or calls the model in training mode without gradients"
+        )
+        verdict.notes += [said] * (said not in verdict.notes)
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
@@ -80,12 +117,13 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
     Of an encoder and a decoder, that of the decoder: what the encoder sees may be what the decoder must give.
     """
     only = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    targets = found.mean.targets
     for name, tensor in called.tensors.items():
         if only and name != "decoder_input_ids":
             continue
-        fits = tensor.ndim == 2 and (found.mean.targets is None or tensor.shape == found.mean.targets.shape)
         if (
-            fits
+            tensor.ndim == 2
+            and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
             and name != found.mean.labels
             and not tensor.is_floating_point()
             and tensor.dtype != torch.bool
@@ -100,16 +138,18 @@ def _judge_targets(
     ids, targets = called.tensors[name], found.mean.targets
     assert targets is not None
     where = f"in micro batch {called.number} of rank {called.ranks[0]}"
-    if not _is_ahead(ids, targets, 1):
-        for ahead, what, are in (
-            (0, "itself", "not shifted"),
-            (2, "after the next one", "shifted twice"),
-        ):
-            # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
-            if _is_ahead(ids, targets, ahead) and (found.mean.labels or _is_causal(reference, called, name)):
-                said = f"each position is trained to give the token {what}"
-                verdict.wrong.append(Wrong(said, f": labels are {are} ({where})"))
-                return
+    # Places may lie below each other, as of a recurrent network, whose samples are columns.
+    both = ((ids, targets), (ids.T, targets.T))
+    ahead = next((one for one in (1, *AHEAD) if any(_is_ahead(*each, one) for each in both)), 1)
+    # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
+    if ahead in AHEAD and (
+        found.mean.labels or all(_is_causal(reference, called, name, along) for along in (0, 1))
+    ):
+        token, why = AHEAD[ahead]
+        verdict.wrong.append(
+            Wrong(f"each position is trained to give the token {token}", f": {why} ({where})")
+        )
+        return
     mask = _mask(called, ids)
     if mask:
         trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
@@ -173,7 +213,7 @@ def _judge_sight(
         return
     for changed, looked_at, what in trials.values():
         off = _change(reference, called, ids, right, changed)[looked_at]
-        if off.numel() and float(off.max()) > SEEN * float(right.abs().max()):
+        if (off > SEEN * right.abs().max()).any():
             verdict.wrong.append(
                 f"{what} (in micro batch {called.number} of rank {called.ranks[0]}; by up to {float(off.max()):.2g})"
             )
@@ -190,13 +230,13 @@ def _change(
     return (logits - right).abs()
 
 
-def _is_causal(reference: Reference, called: Called, ids: str) -> bool:
-    """Whether the logits of the first half of a row depend on no token of the second."""
-    right, half = reference.logits(called), called.tensors[ids].shape[1] // 2
+def _is_causal(reference: Reference, called: Called, name: str, along: int) -> bool:
+    """Whether the logits of the first half along a dim depend on no token of the second."""
+    ids, right = called.tensors[name], reference.logits(called)
     assert right is not None
-    later = torch.arange(called.tensors[ids].shape[1]).expand_as(called.tensors[ids]) >= half
-    off = _change(reference, called, ids, right, later)[:, :half]
-    return not off.numel() or float(off.max()) <= SEEN * float(right.abs().max())
+    later = (torch.arange(ids.shape[along]) >= ids.shape[along] // 2).unsqueeze(1 - along).expand_as(ids)
+    off = _change(reference, called, name, right, later).view(*ids.shape, -1)[~later]
+    return not (off > SEEN * right.abs().max()).any()
 
 
 def _trials(

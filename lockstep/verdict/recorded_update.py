@@ -153,8 +153,8 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     )
     state += [name.rpartition("/")[0] for name in of_all]
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
-    frozen = recording.steps[step - 1][0].frozen
-    shares: dict[str, float] = {}
+    trained = set(recording.names(step, "gradient"))
+    shares: dict[str, tuple[float, float]] = {}
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -167,16 +167,17 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(
                 f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
             )
-        elif name in frozen:
-            alike = (one for one, shape in shapes.items() if one not in frozen and shape == after.shape)
+        elif name not in trained:
+            alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
             share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
             shares |= {name: share} if share else {}
-    # Such as a teacher's
-    known = [one for one in shares.values() if not math.isnan(one)]
-    if known and max(known) - min(known) < 1e-2 * max(known):
+    lows, highs = zip(*shares.values(), (0.0, 1.0), strict=True)
+    least, most = max(lows), min(highs)
+    # Such as a teacher's; its first moves may be no more than rounding errors
+    if shares and least <= most and not 0 < least <= most == 1:
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(list(shares))} moved by {max(known):.4g} of the way to trained weights between the update of step {step - 1} and step {step}, "
+            f"{and_more(list(shares))} moved by {least:.2g} to {most:.2g} of the way to trained weights between the update of step {step - 1} and step {step}, "
             "as averages do"
         )
     if weights:
@@ -188,19 +189,23 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         )
 
 
-def _averaged(before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]) -> float:
-    """Which part of the way to one of `others` a weight has moved, but for rounding; 0: none, nan: any, as it is where it was."""
+def _averaged(
+    before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]
+) -> tuple[float, float] | None:
+    """Which part of the way to one of `others` a weight has moved: at least, at most; any if it is where it was. None: it has not."""
     rounded = 4 * torch.finfo(after.dtype).eps
-    before, after = before.double(), after.double()
-    if bool(((after - before).abs() <= rounded * before.abs()).all()):
-        return math.nan
+    before, moved = before.double(), after.double() - before.double()
+    if bool((moved.abs() <= rounded * before.abs()).all()):
+        return 0.0, 1.0
     for other in others:
         way = other.double() - before
-        share = float((way * (after - before)).sum() / way.square().sum())
-        off = (before + share * way - after).abs()
-        if 0 < share < 1 and bool((off <= rounded * (before.abs() + way.abs())).all()):
-            return share
-    return 0.0
+        off = rounded * (before.abs() + way.abs())
+        # The rounding errors of all elements, each independent of the others, are in the part, too.
+        square = float(way.square().sum())
+        share, unsure = float((way * moved).sum()) / square, float((way * off).norm()) / square
+        if bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
+            return share - unsure, share + unsure
+    return None
 
 
 def _judge_optimizer(

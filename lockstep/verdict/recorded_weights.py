@@ -193,9 +193,12 @@ class Weighed:
                 self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
             elif not abs(total / inside - 1) <= allowed:
                 times = total / inside
+                why = self._why(times)
                 said = f"{name}, a term of the loss, counts {times:.5g} times as often as the rest"
                 dead = f"{name}, a term of the loss, does not count"
-                self.verdict.wrong.append(dead if abs(times) <= allowed else Wrong(said, self._why(times)))
+                self.verdict.wrong.append(
+                    dead if abs(times) <= allowed else Wrong(said, why + self._in_loss(times, why))
+                )
 
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
@@ -246,13 +249,22 @@ class Weighed:
         if not why and factor < 1 and not self.ranks[0].clips:
             seen = "; no clipping by a norm was seen"
         entered = self._entered(known)
-        scale = self.micro[0].about.scale
-        if scale != 1 and math.isclose(factor, scale, rel_tol=self.verdict.tolerated_weights):
+        if self._is_scale(factor):
             entered = "; it was not taken off, as scaler.step(optimizer) does"
         if entered == BEGUN:
-            entered += self._stepped_too_often(factor)
+            entered += self._stepped_too_often(factor) + self._in_loss(factor, why)
         said = f"the gradient{of} is {factor:.7g} times that of {weighting.label}{seen}"
         return Wrong(said, why + entered) if why else Wrong(said + entered)
+
+    def _in_loss(self, factor: float, why: str) -> str:
+        """That a small whole number may be none of the run's, to be read after what else it is."""
+        written = normalisation.may_be_written(factor, self.verdict.tolerated_weights)
+        return "; it may also be a number in the loss" * (written and bool(why))
+
+    def _is_scale(self, times: float) -> bool:
+        """Whether it is the scale of a GradScaler."""
+        scale = self.micro[0].about.scale
+        return scale != 1 and math.isclose(times, scale, rel_tol=self.verdict.tolerated_weights)
 
     def _stepped_too_often(self, factor: float) -> str:
         """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
@@ -320,9 +332,7 @@ class Weighed:
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
             "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),
             "the micro batches of another step": float(self.elsewhere),
-            "the scale of the GradScaler": self.micro[0].about.scale
-            if self.micro[0].about.scale != 1
-            else 0.0,
+            "the scale of the GradScaler": self.micro[0].about.scale,
         }
         names = normalisation.explanations(factor, numbers, tolerated)
         return f", which is {' or '.join(names)}" if names else ""
@@ -366,8 +376,10 @@ class Weighed:
         if abs(clip.norm - largest) <= tolerated * largest:
             right = largest  # clipped by the largest element
         if self.verdict.number(label, clip.norm, right, tolerated * right).too_far:
-            said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {clip.norm / right:.5g} times that of the reference's gradient, {right:.7g}"
-            self.of_norm.append(Wrong(said))
+            times = clip.norm / right
+            said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {right:.7g}"
+            why = "; it was clipped before scaler.unscale_(optimizer)" * self._is_scale(times)
+            self.of_norm.append(Wrong(said, why))
 
 
 class _Size:
