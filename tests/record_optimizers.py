@@ -436,6 +436,15 @@ class WithSharp(Own):
         self.optimizer.step(lambda: None)
 
 
+class EightBits(WithLion):
+    """What it keeps has 8 bits, so its step has no float64."""
+
+    def make_optimizer(self):
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(self.net.parameters(), min_8bit_size=1)
+
+
 class Inside(WithLion):
     def make_optimizer(self):
         class Own(Lion):

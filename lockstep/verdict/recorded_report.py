@@ -49,7 +49,7 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     where, wrong = first_wrong(steps, run)
     if wrong:
         return [*found, f"FAIL: {where}{wrong[0]}"]
-    left = dict.fromkeys(verdict.unseen for verdict in steps if verdict.unseen)
+    left = dict.fromkeys(said for verdict in steps if verdict.unseen for said in verdict.unseen.split("; "))
     return [*found, "; ".join([f"PASS: {len(steps)} steps", *left])]
 
 

@@ -298,6 +298,8 @@ class _Updates:
             states = [one.state(name) for one in exact]
             values = [one.parameters[name].detach() for one in exact]
             own, weight, plain = self.updated[name], self.replay.weights[name], near.parameters[name].detach()
+            if not all(math.isfinite(float(one.sum())) for one in values) and bool(own.isfinite().all()):
+                raise CannotStep("in float64, its step gives numbers that are not finite")
             of_powers = self._error_of_powers(exact[0], name)
             rows.append(_row(self.step, f"update/{name}", own, weight, values, plain, of_powers))
             for key, plain in near.state(name).items():
