@@ -21,7 +21,7 @@ from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.running import judging
-from lockstep.verdict import gpu_attention, recorded_report, recorded_run
+from lockstep.verdict import gpu_kernels, recorded_report, recorded_run
 from lockstep.verdict.normalisation import LABELS
 
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         page.write(recording, steps, run)
         return recorded_report.show(steps, run, options.folder)
 
-    with gpu_attention.in_place():
+    with gpu_kernels.in_place():
         return run_program("lockstep.judge", body)
 
 

@@ -35,7 +35,7 @@ class Taken:
 
 
 class Told(CountsTopk):
-    """Lets `torch.topk` return what it is told, by the number of the call.
+    """A pass of a reference, on the CPU whatever device the model's code names. Lets `torch.topk` return what it is told, by the number of the call.
 
     A router may choose groups of experts in the call before. It is then told those of the experts; `widths` are the numbers of scores that
     experts are chosen from, by the call, by which this is seen.
@@ -56,6 +56,12 @@ class Told(CountsTopk):
         self.drawn: dict[int, torch.dtype] | None = None
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to:
+            args = (args[0], *map(_on_cpu, args[1:]))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
         if function is F.gumbel_softmax:
             TorchFunctionMode.__enter__(self)  # what it calls is seen, too
             try:
@@ -177,6 +183,12 @@ class Float32(Float64):
 
     narrow, wide = (torch.float64,), torch.float32
     casts = (torch.Tensor.double,)
+
+
+def _on_cpu(value: Any) -> Any:
+    """In the place of an argument that may be a device."""
+    is_device = isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
+    return torch.device("cpu") if is_device and str(value) != "meta" else value
 
 
 def _is_in_place(function: Function) -> bool:

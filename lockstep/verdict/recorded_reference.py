@@ -22,7 +22,7 @@ from lockstep.dumps.recording import LOG_PROBS, Called, Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs.weights import perturbed
-from lockstep.verdict import draws, gpu_attention, own_loss, trl_head
+from lockstep.verdict import draws, gpu_kernels, own_loss, trl_head
 from lockstep.verdict.computed import Computed, Passes, Term
 from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
@@ -84,7 +84,7 @@ class Reference(Passes):
     ):
         self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
-        self.kernels = gpu_attention.choose(self.model)
+        self.kernels = gpu_kernels.choose(self.model)
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights

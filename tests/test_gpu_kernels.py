@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForC
 
 from lockstep import judge
 from lockstep.ground.errors import UserError
-from lockstep.verdict import gpu_attention
+from lockstep.verdict import gpu_kernels
 from lockstep.verdict.float64 import Float64
 
 SIZES = {
@@ -41,20 +41,23 @@ from torch.nn.functional import scaled_dot_product_attention
 import numbers_of_a_gpu
 flex_attention = torch.compile(flex_attention)
 def attention(q, k, v):
+    device = numbers_of_a_gpu.DEVICE
+    q = (q + torch.zeros(1, device=device) + torch.zeros(1).to(device)).to(device=device)
+    q = q.cuda() if device == "cuda" else q
     mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, q.shape[1], q.shape[1], device="cpu")
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     flexible = numbers_of_a_gpu.TIMES * flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return flexible + scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 """
-# CPUs do not differentiate it, do not compile it, and do not have that kernel.
+# CPUs do not differentiate it, do not compile it, and have neither that kernel nor that device.
 FLEX = """
 import sys
 import torch
 from torch.nn.attention import flex_attention
-TIMES = 1.0
+TIMES, DEVICE = 1.0, "cuda"
 if "lockstep.judge" not in sys.modules:
-    TIMES = {times}
+    TIMES, DEVICE = {times}, "cpu"
     flex_attention._validate_device = lambda *_: None
     torch.nn.attention._sdpa_kernel = lambda *_, **__: None
     torch.compiler.set_stance("force_eager")
@@ -130,12 +133,12 @@ def test_a_model_of_transformers_computes_what_it_does_without_them(name, given,
     with Float64():
         right = model(**batch, use_cache=False).logits
     model.config._attn_implementation = name
-    assert gpu_attention.choose(model) == [name]
-    with gpu_attention.in_place(), Float64():
+    assert gpu_kernels.choose(model) == [name]
+    with gpu_kernels.in_place(), Float64():
         found = model(**batch, use_cache=False).logits
     seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     assert (found - right)[seen].abs().max() < 1e-12 < right[seen].abs().max()
-    assert gpu_attention.choose(model) == ([] if name == "flex_attention" else [gpu_attention.LOADED])
+    assert gpu_kernels.choose(model) == ([] if name == "flex_attention" else [gpu_kernels.LOADED])
 
 
 def test_attention_in_plain_torch():
@@ -150,26 +153,26 @@ def test_attention_in_plain_torch():
         return F.scaled_dot_product_attention(q_, k_, v_, seen, **options).transpose(1, 2)
 
     same = torch.testing.assert_close
-    same(gpu_attention.flash_attn_func(q, k, v, softmax_scale=0.3), right(offset > -99))
-    same(gpu_attention.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True), right(offset <= 0))
-    found = gpu_attention.flash_attn_func(q, k, v, softmax_scale=0.3, window_size=(2, 1))
+    same(gpu_kernels.flash_attn_func(q, k, v, softmax_scale=0.3), right(offset > -99))
+    same(gpu_kernels.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True), right(offset <= 0))
+    found = gpu_kernels.flash_attn_func(q, k, v, softmax_scale=0.3, window_size=(2, 1))
     same(found, right((offset >= -2) & (offset <= 1)))
     kv = torch.stack([k, v], 2)
-    same(gpu_attention.flash_attn_kvpacked_func(q, kv, softmax_scale=0.3, causal=True), right(offset <= 0))
+    same(gpu_kernels.flash_attn_kvpacked_func(q, kv, softmax_scale=0.3, causal=True), right(offset <= 0))
     ends = torch.tensor([0, 5, 10]), torch.tensor([0, 9, 18])
-    flat = gpu_attention.flash_attn_varlen_kvpacked_func(
+    flat = gpu_kernels.flash_attn_varlen_kvpacked_func(
         q.flatten(0, 1), kv.flatten(0, 1), *ends, 5, 9, softmax_scale=0.3, causal=True
     )
     same(flat, right(offset <= 0).flatten(0, 1))
     qkv = torch.stack([k, k, v], 2)
-    whole = gpu_attention.flash_attn_func(k, k, v, causal=True)
-    same(gpu_attention.flash_attn_qkvpacked_func(qkv, causal=True), whole)
-    flat = gpu_attention.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), ends[1], 9, causal=True)
+    whole = gpu_kernels.flash_attn_func(k, k, v, causal=True)
+    same(gpu_kernels.flash_attn_qkvpacked_func(qkv, causal=True), whole)
+    flat = gpu_kernels.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), ends[1], 9, causal=True)
     same(flat, whole.flatten(0, 1))
     # A query that sees nothing gives zeros; a sink takes its part.
-    early = gpu_attention.flash_attn_func(k, q[..., :2, :], q[..., :2, :], causal=True)
+    early = gpu_kernels.flash_attn_func(k, q[..., :2, :], q[..., :2, :], causal=True)
     assert not early[:, :4].any() and early[:, 4:].all()
-    sink = gpu_attention.flash_attn_func(k, k, v, s_aux=torch.full((2,), 99.0))
+    sink = gpu_kernels.flash_attn_func(k, k, v, s_aux=torch.full((2,), 99.0))
     assert sink.abs().max() < 1e-9 < whole.abs().max()
 
 
@@ -179,4 +182,4 @@ def test_attention_in_plain_torch():
 def test_what_is_not_known_is_refused(options):
     q = torch.randn(1, 3, 4, 8)
     with pytest.raises(UserError, match=f"called with {next(iter(options)).removesuffix('_p')}, which the"):
-        gpu_attention.flash_attn_func(q, q, q, **options)
+        gpu_kernels.flash_attn_func(q, q, q, **options)
