@@ -101,6 +101,8 @@ class Replay:
     def _building(self) -> tree.Building:
         building = tree.Building({}, self.recording.tree["scripts"])
         building.packages.add(tree.package_of(self.optimizer.kind))
+        # Some keep modules, whose parameters have settings of their own.
+        building.modules = dict(self.recording.skeleton.named_modules())
         return building
 
     def _class(self) -> Any:
