@@ -148,7 +148,8 @@ def trained_and_judged(
             train({seed: case}, folder / f"alone-{seed}", precision)
             found[seed] = judge(folder / f"alone-{seed}" / str(seed))
         except jobs.JobFailed as error:
-            found[seed] = {"alarms": {}, "did not run": str(error), "nearest": {}}
+            why = str(error).partition("; all it said is in ")[0]
+            found[seed] = {"alarms": {}, "did not run": why, "nearest": {}}
     return found
 
 
@@ -174,6 +175,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             for seed, found in trained_and_judged(now, Path(name), options.precision).items():
                 content, flags = now[seed]
+                flags = [flag.removeprefix(f"{EXAMPLES.parent}/") for flag in flags]
                 rows.append({"seed": seed, "model": content, "flags": flags, **found})
         alarms = [row for row in rows if row["alarms"]]
         unjudged = [row["seed"] for row in rows if row.get("not judged")]
@@ -189,7 +191,9 @@ def main() -> int:
                 "not judged": sum(bool(row.get("not judged")) for row in rows),
                 "did not run": sum("did not run" in row for row in rows),
                 "configurations": rows,
-                "nearest": max(max(row["nearest"].values(), default=0.0) for row in rows),
+                "nearest": max(
+                    max(row["nearest"].values(), default=0.0) for row in rows if not row.get("not judged")
+                ),
                 "by architecture": collections.Counter(row["model"]["model_type"] for row in rows),
                 "cores": os.cpu_count(),
                 "origin": origin.about(),
