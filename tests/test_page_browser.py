@@ -159,8 +159,9 @@ def test_the_first_failure_is_open(opened):
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
     said = page.text(".finding")
     assert "elements are too far off: rows 4 to 7 of 8." in said
-    assert "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error; rank 3" in said
-    assert "in 6 elements, which was not judged" in said and page.text(".rank.differs").startswith("rank 3")
+    where = "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error"
+    assert f"{where}; the copy of rank 3 (dp 1, tp 1) differs in 6 elements, and was not compared" in said
+    assert page.text(".rank.differs").startswith("rank 3")
     assert "too far" in page.tab.get_attribute(".cell.open", "aria-label")
 
 
@@ -470,7 +471,7 @@ def test_a_copy_that_differs(opened):
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
     assert lines[1].startswith("0, 2\trows 0 to 3\t") and lines[2].startswith("1\trows 4 to 7\t")
     assert lines[0] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
-    other = "; rank 3 (dp 1, tp 1) has another copy, in 6 elements, which was not judged"
+    other = "; the copy of rank 3 (dp 1, tp 1) differs in 6 elements, and was not compared with the reference"
     assert other in page.text(".finding") and other in page.text("#on-ranks")
     page.tab.check(FROM_BATCH)
     page.tab.click(f'.cell[aria-label^="{HEADED},"]')

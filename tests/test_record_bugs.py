@@ -484,7 +484,7 @@ BUGS = {
     ),
     "MeshNoBackwardSum": (
         # The last norm's gradient is right but for the clipping.
-        f"step 1: {SHARED.replace('10 more', '9 more')}; {UNREDUCED}",
+        f"step 1: {SHARED.replace('10 more', '9 more')}; {UNREDUCED}: these have parts of one model, so a sum in the backward pass",
         NAMED,
         "backward/model.layers.0.post_attention_layernorm (micro batch",
         "pytorch/torchtitan/1805",

@@ -39,7 +39,8 @@ function ranksText(view, step, name, row) {
   const counts = [...odd.values()].filter(({ count }) => count !== null).map(({ count }) => count.toLocaleString("en"));
   const where = counts.length ? `, in ${counts.join(", ")} elements` : "";
   const also = others.length === 1 ? "has another copy" : "have other copies";
-  if (row.far) return `${[far, ranksAt(view, others)].filter(Boolean).join("; ")} ${also}${where}, which ${others.length === 1 ? "was" : "were"} not judged`;
+  const [copies, was] = others.length === 1 ? [`the copy of ${ranksAt(view, others)} differs`, "was"] : [`the copies of ${ranksAt(view, others)} differ`, "were"];
+  if (row.far) return `${[far, copies].filter(Boolean).join("; ")}${where.slice(1)}, and ${was} not compared with the reference`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
   if (page.kind === "recording") return `${ranksAt(view, others)} ${also} than ${listed(same)}${where}; no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
@@ -80,7 +81,7 @@ function alikeText(view, step, row) {
   const whose = (ranks) => (row.where.includes("DP rank") ? `DP ${listed(ranks)}` : listed(ranks));
   const ranksOf = (shares) => shares.map(([rank]) => Number(rank));
   const [far, right] = [row.ranks.filter(isFar), row.ranks.filter((one) => !isFar(one))];
-  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? ", all that were judged" : ""}`;
+  if (!right.length) return far.length === 1 ? `${whose(ranksOf(far))}, the only one that was judged` : `wrong on ${whose(ranksOf(far))}${far.length < page.views[view].ranks.length && !row.where.includes("DP rank") ? "; the other ranks have the same micro batches, and are judged from the batch alone" : ""}`;
   return `${whose(ranksOf(far))} alone; on ${whose(ranksOf(right))} it is near enough${sinceText(view, step)}`;
 }
 

@@ -153,9 +153,13 @@ class Ranks:
             if 2 * int(same.sum()) > int(own.count_nonzero()):
                 return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
-        if self._shares_a_model(first, about) and not together:
+        of_one_model = self._shares_a_model(first, about)
+        if of_one_model and not together:
             return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
-        return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them"
+        inside = (
+            ": these have parts of one model, so a sum in the backward pass may be missing" * of_one_model
+        )
+        return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them{inside}"
 
     def _first_alike(self, rank: int, name: str) -> Step:
         """The first other rank that holds the same of a gradient."""
