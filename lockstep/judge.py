@@ -14,6 +14,7 @@ if __name__ == "__main__":
     # torch then asks for large pages: a third of the judge's time went into the faults of small ones.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+import argparse
 from pathlib import Path
 
 from lockstep.dumps.recording import Recording
@@ -71,18 +72,22 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         options = parser.parse_args(argv)
         recording = Recording(options.folder)
-        before = [Recording(options.after)] if options.after else []
-        memory = None if options.memory is None else options.memory * 1e9
-        steps = judging.judge(
-            recording, options.expect, options.loss, memory, options.workers, ray=options.ray
-        )
-        cut = steps[0].cut
-        run = recorded_run.judge([*before, recording], with_replacement=options.with_replacement, cut=cut)
-        page.write(recording, steps, run)
-        return recorded_report.show(steps, run, options.folder)
+        with gpu_kernels.in_place(recording.origin.device):
+            return _judge(recording, options)
 
-    with gpu_kernels.in_place():
-        return run_program("lockstep.judge", body)
+    return run_program("lockstep.judge", body)
+
+
+def _judge(recording: Recording, options: argparse.Namespace) -> int:
+    """The exit status."""
+    before = [Recording(options.after)] if options.after else []
+    memory = None if options.memory is None else options.memory * 1e9
+    steps = judging.judge(recording, options.expect, options.loss, memory, options.workers, ray=options.ray)
+    run = recorded_run.judge(
+        [*before, recording], with_replacement=options.with_replacement, cut=steps[0].cut
+    )
+    page.write(recording, steps, run)
+    return recorded_report.show(steps, run, options.folder)
 
 
 if __name__ == "__main__":

@@ -98,10 +98,17 @@ def test_a_model_that_calls_kernels_is_judged(tmp_path, capsys, file, kernel, ca
     (tmp_path / "train.py").write_text(SCRIPT.format(calls=calls))
     command = [sys.executable, "-m", "lockstep.record", "--output", str(tmp_path / "run"), "train.py"]
     subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True)
+    about = tmp_path / "run" / "model.json"
+    about.write_text(about.read_text().replace('"device": "cpu"', '"device": "cuda:0"'))
     assert judge.main([str(tmp_path / "run")]) == status
     assert said in capsys.readouterr().out.splitlines()[-1]
     assert "flash_attn" not in sys.modules
     sys.modules.pop("numbers_of_a_gpu", None)
+
+
+def test_nothing_stands_in_for_what_a_cpu_had():
+    with gpu_kernels.in_place("cpu"):
+        assert "flash_attn" not in sys.modules
 
 
 def packed():
@@ -134,7 +141,7 @@ def test_a_model_of_transformers_computes_what_it_does_without_them(name, given,
         right = model(**batch, use_cache=False).logits
     model.config._attn_implementation = name
     assert gpu_kernels.choose(model) == [name]
-    with gpu_kernels.in_place(), Float64():
+    with gpu_kernels.in_place("cuda:0"), Float64():
         found = model(**batch, use_cache=False).logits
     seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     assert (found - right)[seen].abs().max() < 1e-12 < right[seen].abs().max()

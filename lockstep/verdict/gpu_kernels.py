@@ -24,11 +24,14 @@ flash_attn_with_kvcache = None  # which transformers imports, for generation
 
 
 @contextlib.contextmanager
-def in_place() -> Iterator[None]:
-    """What imports flash_attn meanwhile gets this module.
+def in_place(device: str) -> Iterator[None]:
+    """While a run on a `device` other than "cpu" is judged, what imports flash_attn gets this module.
 
     torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel.
     """
+    if device == "cpu":
+        yield
+        return
     before = {name: sys.modules.get(name) for name in PACKAGES}
     sys.modules.update(dict.fromkeys(PACKAGES, sys.modules[__name__]))
     private = ("flex_attention._validate_device", "_sdpa_kernel")  # other versions may not have them

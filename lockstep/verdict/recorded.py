@@ -63,7 +63,7 @@ def judge(
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    with gpu_kernels.in_place():
+    with gpu_kernels.in_place(recording.origin.device):
         streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
         verdict = _Step(recording, step, loss, streamed).judge(expect)
         if redrawn.may_be_chance(verdict):

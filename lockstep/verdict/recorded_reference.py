@@ -84,13 +84,14 @@ class Reference(Passes):
     ):
         self.loss, self.streamed = loss, streamed
         self.model, self.exact = recording.build(), exact
-        self.kernels = gpu_kernels.choose(self.model)
+        self.kernels: list[str] = []
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
         self.draw = 0
         self.dropping: dict[str, torch.nn.Dropout] = {}
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
+            self.kernels = gpu_kernels.choose(self.model)
             evaluated = set.intersection(
                 *(set(one.evaluated) for one in recording.steps[step - 1][0].micro_batches)
             )
