@@ -100,6 +100,15 @@ def test_what_fails_whatever_the_tolerance(spoilt, change, message):
     assert result.outcome == "FAIL" and message in result.problems[0]
 
 
+def test_weights_of_bf16_may_round_an_update_away():
+    """In one run and not in another, and in the control run. Negative controls: above, and of the control run in test_control.py."""
+    other, odd = history("fsdp", "bf16"), control(lambda step: 1e-3, "bf16")
+    for run in (other, odd):
+        run.weights["moved"].pop(0)
+    baseline = history(precision="bf16")
+    assert compare_curves(baseline, other, tolerance_for(baseline, odd)).outcome == "PASS"
+
+
 def _shorter(run):
     run.run["num_steps"] = 19
     run.steps.pop()
