@@ -112,7 +112,15 @@ def test_what_modules_were_built_with():
     ],
 )
 def test_norms_before_and_after_clipping(configured, before, after, odd):
-    assert bool(clipping_problem(configured, before, after)) is odd
+    assert bool(clipping_problem(configured, before, after, "fp32")) is odd
+
+
+@pytest.mark.parametrize(
+    "after, precision, odd",
+    [(0.1001, "fp32", False), (0.1004, "fp32", True), (0.1004, "bf16", False), (0.1006, "bf16", True)],
+)
+def test_clipping_rounds_gradients_of_bf16(after, precision, odd):
+    assert bool(clipping_problem(0.1, 1.6, after, precision)) is odd
 
 
 def test_checkpointing_is_held_against_a_run_that_asks_for_it():

@@ -151,7 +151,8 @@ def _train(
             record.contract = of_all_ranks(gather_objects(own), config.mesh)
             _require_contract(config, inputs, record, capturing)
             if capturing is None:
-                odd = clipping_problem(config.max_grad_norm, step["grad_norm"], strategy.clipped_norm())
+                norms = step["grad_norm"], strategy.clipped_norm()
+                odd = clipping_problem(config.max_grad_norm, *norms, config.precision)
                 stop_together(f"{config.label}: step 1, rank {dist.get_rank()}: {odd}" if odd else "")
         try:
             if lead:

@@ -64,6 +64,8 @@ def _dropout(module: torch.nn.Module) -> float:
 
 
 CLIPPED = 1e-3  # relative: how near to the bound a clipped norm must be
+# By so much each element is off that clipping rounds to bfloat16, so the norm is off by at most that, too
+ROUNDED = torch.finfo(torch.bfloat16).eps / 2
 # Options of torch's optimizers that change what a step computes. A run of Lockstep has none of them.
 OPTIONS = ("amsgrad", "maximize", "nesterov", "dampening")
 
@@ -203,13 +205,14 @@ def _implementation(group: dict[str, Any]) -> str:
     return chosen[0] if chosen else "for-loop" if group.get("foreach") is False else "torch's choice"
 
 
-def clipping_problem(configured: float, before: float, after: float | None) -> str:
+def clipping_problem(configured: float, before: float, after: float | None, precision: str) -> str:
     """What is odd about the gradient norm before and after an update that clips to `configured` (0: not at all); "" if nothing is.
 
     `after` is None if the gradients are gone.
     """
     wanted = min(before, configured) if configured > 0 else before
-    if after is None or math.isclose(after, wanted, rel_tol=CLIPPED):
+    near = CLIPPED + (ROUNDED if precision == "bf16" else 0)
+    if after is None or math.isclose(after, wanted, rel_tol=near):
         return ""
     return (
         f"the gradient norm is {before:.6g} before clipping to {configured:g} and {after:.6g} after it; the gradients differ between ranks, "
