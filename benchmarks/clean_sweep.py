@@ -107,9 +107,12 @@ def folder_of(folder: Path, *case) -> Path:
     return folder / "-".join(map(str, case))
 
 
-def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], dict[str, dict[str, float]]]:
-    """Alarms of one configuration, tensors too small to judge, and the worst multiple of what is tolerated, by strategy
-    and kind of tensor."""
+def judge(folder: Path, strategies: list[Run]) -> tuple[dict[str, list], dict[str, dict[str, float]]]:
+    """(of one configuration the alarms, the runs that are not judged, and the tensors that are too small to judge; the worst multiple of what is
+    tolerated, by strategy and kind of tensor).
+
+    NOT JUDGED is no alarm: in bf16, clipped SGD may change no weight, since such small updates are rounded away.
+    """
     names = [run.name for run in strategies]
     result = compare.judge([folder / name for name in (BASELINE, *names, "reference")])
     worst: dict[str, dict[str, float]] = {name: collections.defaultdict(float) for name in result.runs}
@@ -122,8 +125,9 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
     alarms = [
         {"strategy": name, "verdict": result.verdict(name), "first": run.failures[:1]}
         for name, run in result.runs.items()
-        if result.verdict(name) != "PASS"
+        if result.verdict(name) not in ("PASS", "NOT JUDGED")
     ]
+    not_judged = [name for name in result.runs if result.verdict(name) == "NOT JUDGED"]
     losses = {
         name: history.read(history_file(Path(f"{folder}-losses"), name))
         for name in (BASELINE, *names, CONTROL)
@@ -134,7 +138,7 @@ def judge(folder: Path, strategies: list[Run]) -> tuple[list[dict], list[str], d
         curve = loss_curves.compare_curves(losses[BASELINE], losses[name], tolerance)
         alarms += [] if curve.passed else [{"strategy": name, "losses": curve.as_dict()}]
     unjudged = {row.name for run in result.runs.values() for row in run.rows if not row.judged}
-    return alarms, sorted(unjudged), worst
+    return {"alarms": alarms, "not judged": not_judged, "unjudged": sorted(unjudged)}, worst
 
 
 def main() -> int:
@@ -163,7 +167,7 @@ def main() -> int:
             now = {case: cases.pop(case) for case in list(cases)[: options.at_once]}
             train(now, folder, strategies)
             for case, seed in now.items():
-                alarms, unjudged, found = judge(folder_of(folder, *case), strategies)
+                said, found = judge(folder_of(folder, *case), strategies)
                 row = {
                     "model": case[0],
                     "precision": case[1],
@@ -172,18 +176,21 @@ def main() -> int:
                     "flags": case[4:],
                     "seed": seed,
                 }
-                rows.append({**row, "alarms": alarms, "unjudged": unjudged})
+                rows.append({**row, **said})
                 for strategy, kinds in found.items():
                     for kind, multiple in kinds.items():
                         key = f"{case[1]} {strategy} {kind}"
                         worst[key] = max(worst[key], multiple)
-        print(f"{len(rows)} configurations, alarms {[row for row in rows if row['alarms']]}", flush=True)
+        unjudged = sum(bool(row["not judged"]) for row in rows)
+        alarms = [row for row in rows if row["alarms"]]
+        print(f"{len(rows)} configurations, not judged {unjudged}, alarms {alarms}", flush=True)
     for key in sorted(worst):
         print(f"{key:<36} worst {worst[key]:.2f} of what is tolerated")
     count = sum(bool(row["alarms"]) for row in rows)
     if options.output:
         content = {
             "alarms": count,
+            "not judged": unjudged,
             "configurations": rows,
             "worst_multiple_of_tolerated": worst,
             "cores": os.cpu_count(),
