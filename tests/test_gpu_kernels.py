@@ -86,6 +86,15 @@ if __name__ == "__main__":
 """
 
 
+def recorded(folder):
+    """The recording of the folder's script, as of a GPU."""
+    command = [sys.executable, "-m", "lockstep.record", "--output", str(folder / "run"), "train.py"]
+    subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, check=True)
+    about = folder / "run" / "model.json"
+    about.write_text(about.read_text().replace('"device": "cpu"', '"device": "cuda:0"'))
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     "file, kernel, calls", [("flash_attn.py", FLASH, CALLS_FLASH), ("numbers_of_a_gpu.py", FLEX, CALLS_FLEX)]
 )
@@ -96,14 +105,18 @@ if __name__ == "__main__":
 def test_a_model_that_calls_kernels_is_judged(tmp_path, capsys, file, kernel, calls, times, status, said):
     (tmp_path / file).write_text(kernel.format(times=times))
     (tmp_path / "train.py").write_text(SCRIPT.format(calls=calls))
-    command = [sys.executable, "-m", "lockstep.record", "--output", str(tmp_path / "run"), "train.py"]
-    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True)
-    about = tmp_path / "run" / "model.json"
-    about.write_text(about.read_text().replace('"device": "cpu"', '"device": "cuda:0"'))
-    assert judge.main([str(tmp_path / "run")]) == status
+    assert judge.main([str(recorded(tmp_path))]) == status
     assert said in capsys.readouterr().out.splitlines()[-1]
     assert "flash_attn" not in sys.modules
     sys.modules.pop("numbers_of_a_gpu", None)
+
+
+def test_processes_that_judge_steps_compute_it_as_well(tmp_path, capsys):
+    (tmp_path / "flash_attn.py").write_text(FLASH.format(times=1.01))
+    (tmp_path / "train.py").write_text(SCRIPT.format(calls=CALLS_FLASH))
+    run = recorded(tmp_path)
+    assert judge.main([str(run), "--workers", "2"]) == 1
+    assert "FAIL: step 1: forward/out" in capsys.readouterr().out
 
 
 def test_nothing_stands_in_for_what_a_cpu_had():

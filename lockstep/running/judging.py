@@ -13,7 +13,7 @@ from lockstep.dumps.recording import Recording
 from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
-from lockstep.verdict import recorded
+from lockstep.verdict import gpu_kernels, recorded
 from lockstep.verdict.recorded_rows import StepVerdict
 
 
@@ -35,7 +35,9 @@ class Task:
 
     def judge_elsewhere(self) -> StepVerdict:
         """In a process that has not read the recording."""
-        return self.judge(Recording(self.folder))
+        recording = Recording(self.folder)
+        with gpu_kernels.in_place(recording.origin.device):
+            return self.judge(recording)
 
 
 def judge(

@@ -1,8 +1,9 @@
 """Attention that a run computed with kernels of GPUs, in plain torch: these compute neither on CPUs nor in float64.
 
-The functions are those of the package flash_attn. They have the names, arguments and shapes of https://github.com/Dao-AILab/flash-attention, and stand in the package's place while a
-recorded model is computed. As in the kernels, scores and probabilities are in float32 where the inputs have 16 bits, and the probabilities
-are rounded to the inputs' dtype before they meet the values.
+The functions are those of the package flash_attn. They have the names, arguments and shapes of
+https://github.com/Dao-AILab/flash-attention, and stand in the package's place while a recorded model is computed. As in the kernels, scores
+and probabilities are in float32 where the inputs have 16 bits, and the probabilities are rounded to the inputs' dtype before they meet the
+values.
 """
 
 import contextlib
@@ -66,55 +67,6 @@ def choose(model: torch.nn.Module) -> list[str]:
     return sorted(kernels - {LOADED} or kernels)  # modules of a model share its config
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = ANYWHERE,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`q` (batch, positions, heads, head dim); `k`, `v` likewise, whose heads divide those of `q`. Of unequal positions, the last ones are aligned.
-
-    `window_size`: how many positions before and after its own a query sees; `s_aux` (heads): a further score of each head, without a value.
-    Raises UserError for dropout, whose random numbers the kernels draw themselves, and for what is not known here.
-    """
-    if dropout_p or alibi_slopes is not None or return_attn_probs:
-        what = "dropout" if dropout_p else "alibi_slopes" if alibi_slopes is not None else "return_attn_probs"
-        raise UserError(
-            f"flash_attn was called with {what}, which the reference cannot compute; record a run without it"
-        )
-    of_queries, of_keys = (
-        torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1],
-        torch.arange(k.shape[1]),
-    )
-    before, after = window_size[0], 0 if causal else window_size[1]
-    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    if before >= 0:
-        seen &= of_keys >= of_queries - before
-    if after >= 0:
-        seen &= of_keys <= of_queries + after
-    with torch.autocast(q.device.type, enabled=False):
-        heads, single = q.shape[2], torch.promote_types(q.dtype, torch.float32)
-        k, v = (one.repeat_interleave(heads // one.shape[2], 2).transpose(1, 2) for one in (k, v))
-        scores = q.transpose(1, 2).to(single) @ k.to(single).mT
-        scores = scores * (1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        if s_aux is not None:
-            further = s_aux.to(single).view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, further], -1)
-        probabilities = scores.softmax(-1)[..., : k.shape[2]] * seen.any(1, keepdim=True)
-        return (probabilities.to(v.dtype) @ v).transpose(1, 2)
-
-
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -133,15 +85,67 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same for sequences one after the other, (positions, heads, head dim): sequence i ends where `cu_seqlens` has its i + 1st entry."""
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    """Of sequences one after the other: sequence i ends where `cu_seqlens` has its i + 1st entry.
+
+    `q` (positions, heads, head dim); `k`, `v` likewise, whose heads divide those of `q`. Of unequal positions, the last ones are aligned.
+    `window_size`: how many positions before and after its own a query sees; `s_aux` (heads): a further score of each head, without a value.
+    Raises UserError for dropout, whose random numbers the kernels draw themselves, and for what is not known here.
+    """
+    if dropout_p or alibi_slopes is not None or return_attn_probs:
+        what = "dropout" if dropout_p else "alibi_slopes" if alibi_slopes is not None else "return_attn_probs"
+        raise UserError(
+            f"flash_attn was called with {what}, which the reference cannot compute; record a run without it"
+        )
+    before, after = window_size[0], 0 if causal else window_size[1]
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), cu_seqlens_k.tolist()
-    parts = (one[None].tensor_split(of[1:-1], 1) for one, of in zip((q, k, v), ends, strict=True))
+    parts = (one.tensor_split(of[1:-1]) for one, of in zip((q, k, v), ends, strict=True))
     each = [
-        flash_attn_func(queries, keys, values, *options, return_attn_probs, s_aux)
+        _attention(queries, keys, values, scale, before, after, softcap, s_aux)
         for queries, keys, values in zip(*parts, strict=True)
     ]
-    return torch.cat(each, 1)[0]
+    return torch.cat(each)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    before: int,
+    after: int,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Of one sequence, (positions, heads, head dim)."""
+    of_queries, of_keys = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    if before >= 0:
+        seen &= of_keys >= of_queries - before
+    if after >= 0:
+        seen &= of_keys <= of_queries + after
+    with torch.autocast(q.device.type, enabled=False):
+        heads, single = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+        k, v = (one.repeat_interleave(heads // one.shape[1], 1).transpose(0, 1) for one in (k, v))
+        scores = q.transpose(0, 1).to(single) @ k.to(single).mT * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if s_aux is not None:
+            further = s_aux.to(single).view(heads, 1, 1).expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, further], -1)
+        probabilities = scores.softmax(-1)[..., : k.shape[1]] * seen.any(1, keepdim=True)
+        return (probabilities.to(v.dtype) @ v).transpose(0, 1)
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any
+) -> torch.Tensor:
+    """`q`, `k`, `v` (batch, positions, heads, head dim); further arguments as above, after those of the ends."""
+    of_queries, of_keys = (torch.arange(len(one) + 1) * one.shape[1] for one in (q, k))
+    queries, keys, values = (one.flatten(0, 1) for one in (q, k, v))
+    found = flash_attn_varlen_func(queries, keys, values, of_queries, of_keys, None, None, *more, **options)
+    return found.unflatten(0, q.shape[:2])
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:

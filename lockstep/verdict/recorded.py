@@ -20,7 +20,6 @@ from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.verdict import (
     draws,
-    gpu_kernels,
     normalisation,
     recorded_pieces,
     recorded_task,
@@ -63,12 +62,11 @@ def judge(
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    with gpu_kernels.in_place(recording.origin.device):
-        streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
-        verdict = _Step(recording, step, loss, streamed).judge(expect)
-        if redrawn.may_be_chance(verdict):
-            with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
-                verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+    streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
+    verdict = _Step(recording, step, loss, streamed).judge(expect)
+    if redrawn.may_be_chance(verdict):
+        with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
+            verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
     return verdict
 
 
