@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 import torch
 
@@ -239,6 +240,18 @@ class Case:
         size, dim = self.mesh.size(axis), self.sharded(name)[axis]
         cut = [piece.chunk(size, dim) for piece in pieces]
         return [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in range(size)]
+
+    def in_one_share(self, name: str, wrong: torch.Tensor, axes: Iterable[str]) -> list[str]:
+        """The one rank along each of these axes whose share alone of a tensor has errors, if there is one, in words. `wrong` is a mask."""
+        said = []
+        for axis in axes:
+            if axis in self.sharded(name):
+                hit = [
+                    any(bool(piece.any()) for piece in pieces) for pieces in self.shares(name, axis, wrong)
+                ]
+                if hit.count(True) == 1 < len(hit):
+                    said.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
+        return said
 
     def odd_ranks(self, name: str) -> list[int]:
         """The ranks whose copy of a part differs from the one that was written, which is judged."""

@@ -76,31 +76,44 @@ def other_weights(case: Case) -> Cause | None:
     """
     for what in ("weight", "bias"):
         name = (case.weight_of(_name(case)) if what == "weight" else None) or f"{_name(case)}.{what}"
-        inner = [f"gradient/{name}", f"exp_avg/{name}", f"exp_avg_sq/{name}"]
         key = f"parameter/{name}"
         if key not in case.rows:
             continue
-        is_update = (
-            case.factor([case.rows[key]]) is not None
-        )  # such as one left out: it says nothing about the weight before
-        if case.is_wrong(key) and not is_update and not any(map(case.is_wrong, inner[1:])):
+        if _was_off(case, name):
             off, odd = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
-            others = (
-                f"; rank{'s' * (len(odd) > 1)} {and_more([*map(str, odd)])} {'have' if len(odd) > 1 else 'has'} another"
-                if odd
-                else ""
-            )
-            return Cause(
-                "weights",
-                f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not{others}",
-            )
-        if case.odd_ranks(key) and not any(map(case.odd_ranks, inner)):
+            said = f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not"
+            if odd:
+                said += f"; {_ranks(odd)} {'have' if len(odd) > 1 else 'has'} another"
+            others = sum(_was_off(case, one) for one in case.dump.layout.parameters if one != name)
+            if others:
+                said += f"; so {'was' if others == 1 else 'were'} {others} more weights"
+            wrong = (case.own(key) - case.right(key)).abs() > case.rows[key].tolerated_largest
+            return Cause("weights", "; ".join([said, *case.in_one_share(key, wrong, case.mesh.axes)]))
+        if case.odd_ranks(key) and not any(map(case.odd_ranks, _before_update(name))):
             return Cause(
                 "weights",
                 f"ranks {case.odd_ranks(key)} hold another {name} than other ranks, with equal gradient and moments: "
                 "it differed before the step",
             )
     return None
+
+
+def _before_update(parameter: str) -> list[str]:
+    return [f"gradient/{parameter}", f"exp_avg/{parameter}", f"exp_avg_sq/{parameter}"]
+
+
+def _was_off(case: Case, parameter: str) -> bool:
+    """Whether a parameter was wrong before the step: the updated one is, its moments are right, and its change is no multiple of the right one."""
+    key = f"parameter/{parameter}"
+    return (
+        case.is_wrong(key)
+        and case.factor([case.rows[key]]) is None
+        and not any(map(case.is_wrong, _before_update(parameter)[1:]))
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {and_more([*map(str, ranks)])}"
 
 
 def earlier_weights(case: Case) -> Cause | None:

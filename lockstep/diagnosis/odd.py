@@ -95,8 +95,8 @@ def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         return []
     kind, _, name = case.first.partition("/")
     computed = kind in ("forward", "backward")
-    said += _shares(
-        case, wrong, [axis for axis in case.mesh.axes if not computed or AXES[axis] is Cuts.WEIGHTS]
+    said += case.in_one_share(
+        case.first, wrong, [axis for axis in case.mesh.axes if not computed or AXES[axis] is Cuts.WEIGHTS]
     )
     if said and not computed:
         return said
@@ -119,19 +119,6 @@ def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
             said += (_along(split, dim, "head") if heads else []) or _along(wrong, dim, "column")
         else:
             said += _along(wrong, dim, "head")
-    return said
-
-
-def _shares(case: Case, wrong: torch.Tensor, axes: list[str]) -> list[str]:
-    """The one rank along each of these axes whose share alone has errors, if there is one."""
-    said = []
-    for axis in axes:
-        if axis in case.sharded(case.first):
-            hit = [
-                any(bool(piece.any()) for piece in pieces) for pieces in case.shares(case.first, axis, wrong)
-            ]
-            if hit.count(True) == 1 < len(hit):
-                said.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
     return said
 
 

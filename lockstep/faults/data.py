@@ -108,8 +108,8 @@ weights_fault = functools.partial(fault, bug_class="weights", cause="weights", n
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
     evidence=(
-        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not",
-        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not",
+        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not; so were # more weights; only in the share of dp rank 1 of 2",
+        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not; so were # more weights",
     ),
     first="forward/model.embed_tokens",
     precisions=WEIGHTS_IN_FP32,
