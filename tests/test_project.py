@@ -89,10 +89,20 @@ def test_pages_name_files_that_exist():
     assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def anchors(page):
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ +(.+?) *$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def broken_links(page):
-    """The relative links of a page to what is not there."""
-    targets = re.findall(r"\]\(([^)\s#:]+)(?:#[\w-]*)?\)", page.read_text())
-    return [target for target in targets if not (page.parent / target).exists()]
+    """The relative links of a page to a file, or a heading, that is not there."""
+    broken = []
+    for target, anchor in re.findall(r"\]\(([^)\s#:]*)(?:#([\w-]*))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        if not other.exists() or (anchor and anchor not in anchors(other)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
 
 
 def test_pages_link_to_what_exists():
@@ -104,7 +114,11 @@ def test_a_file_that_is_gone_would_be_seen(tmp_path):
     """Negative control."""
     page = tmp_path / "page.md"
     page.write_text(
-        "see `lockstep/dump.py`, [that](gone.md#there), [this](page.md) and `python -m lockstep.train`"
+        "# A page\nsee `lockstep/dump.py`, [that](gone.md), [this](page.md#a-page), [not this](#another) and `python -m lockstep.train`"
     )
     (name,) = files_named(page)
-    assert name == "lockstep/dump.py" and not (ROOT / name).exists() and broken_links(page) == ["gone.md"]
+    assert (
+        name == "lockstep/dump.py"
+        and not (ROOT / name).exists()
+        and broken_links(page) == ["gone.md", "#another"]
+    )
