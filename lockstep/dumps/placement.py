@@ -1,43 +1,34 @@
 """Where a rank's part of an output lies in the whole one: rows by DP rank, positions by the cut of cp, one more dim by tp."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from lockstep.dumps.layout import BATCH, SEQUENCE
 from lockstep.ground.blocks import Runs
-from lockstep.plan import cuts
+from lockstep.plan.cuts import Pieces
 from lockstep.plan.mesh import Coordinates, Mesh, share
-
-if TYPE_CHECKING:
-    from lockstep.plan.config import Config
 
 
 class Placement:
-    """Of the rank that is `here` in the mesh."""
+    """Of the rank that is `here` in the mesh, and computes these `positions`. `rows` are the sequences of a global batch."""
 
-    def __init__(self, config: "Config", mesh: Mesh, here: Coordinates):
-        self.config, self.mesh, self.here = config, mesh, here
-        self.positions = cuts.positions(config, here.cp)
+    def __init__(self, mesh: Mesh, here: Coordinates, rows: int, seq_length: int, positions: Pieces):
+        self.mesh, self.here, self.rows_of_rank, self.positions = mesh, here, rows // mesh.dp, positions
+        self.sizes = {BATCH: rows, SEQUENCE: seq_length}
 
     def of(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[tuple[int, ...], list[Runs], bool]:
         """(the full shape, the runs of every dim of it that this rank's first micro batch covers, whether this rank writes them).
 
         Raises ValueError for a shape that is no share of the full tensor.
         """
-        config = self.config
-        per_rank = config.batch_size * config.gradient_accumulation_steps
-        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
-        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
+        full = tuple(self.sizes.get(symbol, symbol) for symbol in symbols)
         cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
         runs = [
             self.positions if symbol == SEQUENCE else [(0, size)]
             for symbol, size in zip(symbols, full, strict=True)
         ]
         if cut["dp"]:
-            runs[0] = [
-                (self.here.dp * per_rank, local.shape[0])
-            ]  # that all of them come is checked at the end
+            # that all of them come is checked at the end
+            runs[0] = [(self.here.dp * self.rows_of_rank, local.shape[0])]
         for dim in range(1, len(full)):
             if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
                 cut["tp"] = True
