@@ -39,7 +39,7 @@ from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled
 from lockstep.plan.config import OPTIMIZERS, sequences_per_step
 from lockstep.plan.cuts import Pieces
-from lockstep.plan.mesh import Coordinates, Mesh
+from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -406,7 +406,7 @@ class Capture:
         dims: dict[str, int] = {}
         first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
         for axis in self.mesh.axes:
-            if axis == "pp":  # it cuts no tensor
+            if AXES[axis] is Cuts.LAYERS:  # it cuts no tensor
                 continue
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)

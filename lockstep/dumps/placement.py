@@ -5,14 +5,15 @@ import torch
 from lockstep.dumps.layout import BATCH, SEQUENCE
 from lockstep.ground.blocks import Runs
 from lockstep.plan.cuts import Pieces
-from lockstep.plan.mesh import Coordinates, Mesh, share
+from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh, share
 
 
 class Placement:
     """Of the rank that is `here` in the mesh, and computes these `positions`. `rows` are the sequences of a global batch."""
 
     def __init__(self, mesh: Mesh, here: Coordinates, rows: int, seq_length: int, positions: Pieces):
-        self.mesh, self.here, self.rows_of_rank, self.positions = mesh, here, rows // mesh.dp, positions
+        self.mesh, self.here, self.positions = mesh, here, positions
+        self.rows_of_rank = rows // mesh.num_sample_shares
         self.sizes = {BATCH: rows, SEQUENCE: seq_length}
 
     def of(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[tuple[int, ...], list[Runs], bool]:
@@ -21,23 +22,25 @@ class Placement:
         Raises ValueError for a shape that is no share of the full tensor.
         """
         full = tuple(self.sizes.get(symbol, symbol) for symbol in symbols)
-        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
+        cut = {Cuts.SAMPLES: symbols[0] == BATCH, Cuts.POSITIONS: SEQUENCE in symbols, Cuts.WEIGHTS: False}
         runs = [
             self.positions if symbol == SEQUENCE else [(0, size)]
             for symbol, size in zip(symbols, full, strict=True)
         ]
-        if cut["dp"]:
+        if cut[Cuts.SAMPLES]:
+            share_of_rank = self.mesh.sample_share(self.mesh.rank(self.here))
             # that all of them come is checked at the end
-            runs[0] = [(self.here.dp * self.rows_of_rank, local.shape[0])]
+            runs[0] = [(share_of_rank * self.rows_of_rank, local.shape[0])]
         for dim in range(1, len(full)):
-            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
-                cut["tp"] = True
+            if local.shape[dim] != _length(runs[dim]) and not cut[Cuts.WEIGHTS]:
+                cut[Cuts.WEIGHTS] = True
                 runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
         if list(local.shape) != list(map(_length, runs)):
             raise ValueError(
                 f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
             )
-        return full, runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
+        # Stages of a pipeline have files of their own.
+        return full, runs, all(cut.get(AXES[axis], True) or not self.here.along(axis) for axis in AXES)
 
 
 def _length(runs: Runs) -> int:
