@@ -301,7 +301,7 @@ def tell_trackers(config: Config, found: dict[str, str | float], folder: Path, *
     files = [path for path in (*reports, *more) if path.exists()]
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
-    trackers = Trackers(config, "verification")
+    trackers = Trackers(config.report_to, "verification", config.loss_output_dir, config.recorded())
     trackers.tell(lambda each: each.result(texts, numbers, files))
     trackers.tell(lambda each: each.close(0))
 

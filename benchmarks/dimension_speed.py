@@ -77,7 +77,7 @@ def measure(strategy_name: str, steps: int, flags: list[str]) -> None:
     for index in range(WARM_UP + steps):
         dist.barrier()
         begin, computed = time.perf_counter(), time.thread_time()
-        training.train_step(strategy, inputs.batches, config, device, index)
+        training.train_step(strategy, inputs.batches, config.mesh, device, index)
         seconds.append((time.perf_counter() - begin, time.thread_time() - computed))
     mine = [statistics.median(column) for column in zip(*seconds[WARM_UP:], strict=True)]
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]

@@ -166,7 +166,7 @@ def describe(config: Config, inputs: Inputs) -> str:
             "configuration",
             *(f"  {key:<28} {printable(value)}" for key, value in config.as_dict().items()),
             f"  {'steps':<28} {inputs.num_steps}",
-            f"  {'tokens per step':<28} {inputs.batches.windows_per_step * config.seq_length}",
+            f"  {'tokens per step':<28} {inputs.batches.tokens_per_step}",
             "",
             f"mesh ({config.mesh.label}): a row shares a batch, a column shares a shard of the weights",
             config.mesh.draw(),

@@ -22,8 +22,9 @@ from lockstep.page import recording as page_recording
 from lockstep.page import writing
 from lockstep.page.payload import Page, short
 from lockstep.page.recording import _when
+from lockstep.plan.config import tokens_per_step
 from lockstep.verdict import judgement
-from lockstep.verdict.loss_tolerance import floors, tokens_per_step
+from lockstep.verdict.loss_tolerance import floors
 from lockstep.verdict.picture import LEVELS, SIDE, draw
 from lockstep.verdict.recorded_rows import StepVerdict, Wrong
 from lockstep.verdict.recorded_run import RunVerdict

@@ -1,24 +1,22 @@
-"""What came out of a study with a table [converging]: a row for each run, as a table, report.md, report.json and a figure."""
+"""A study with a table [converging]: every run with several seeds, compared with the control by statistics."""
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from extras.studies import converging, report
+from extras.studies import converging, report, training
 from extras.studies import study as study_file
 from extras.studies.converging import FEWEST_OTHERS, OTHER, SAME, Converging, Losses
 from extras.studies.report import DID_NOT_RUN
 from extras.studies.study import Planned, Study
 from lockstep.dumps import history
 from lockstep.ground.errors import TrainingFailure, UserError, printable
-from lockstep.ground.files import write_atomically, write_text
+from lockstep.ground.files import write_atomically
 from lockstep.page import payload
 from lockstep.page.writing import write as write_page
-from lockstep.page.writing import write_listing
 from lockstep.plan import rates
 from lockstep.plan.config import BLUE, ORANGE, VERMILION
 from lockstep.plan.strategies import FURTHER_COLORS
@@ -28,6 +26,28 @@ from lockstep.verdict.loss_curves import FAIL, PASS
 DASHES = ("--", ":", "-.")  # of faults in the figure
 CONTROL, FOUND, MISSED = "control", "found", "not found"
 Seeded = dict[str, list[Planned]]  # run -> one for each seed
+
+
+class SeveralSeeds:
+    """See `Kind` in run_study.py: every run with several seeds."""
+
+    def __init__(self, study: Study, told: Converging, path: Path, place: Path):
+        self.study, self.told, self.place = study, told, place
+        self.planned = plan(study, told, path, place)
+
+    def show(self) -> None:
+        for runs in self.planned.values():
+            report.show([runs[0]])
+
+    def run(self, command: str) -> bool:
+        flat = [run for runs in self.planned.values() for run in runs]
+        report.note(f"{printable(self.study.title)}: {len(flat)} runs -> {printable(self.place)}")
+        failed = training.train_alike(flat, self.place, note=report.note)
+        found = rows(self.study, self.told, self.planned, failed)
+        said = write(self.study, self.told, self.planned, found, self.place, command)
+        print(f"\n{report.text(table(found))}\n\n{said}\n")
+        report.tell_figure(self.place)
+        return good(found)
 
 
 def plan(study: Study, told: Converging, path: Path, folder: Path) -> Seeded:
@@ -237,36 +257,36 @@ def write(
     place: Path,
     command: str,
 ) -> str:
-    """report.md, report.json and losses.png in the folder of the study; returns what the report says of its tolerances."""
+    """The reports and losses.png in the folder of the study; returns what the report says of its tolerances."""
     machine = report.provenance(planned[told.control][0])
-    content = {
-        "title": study.title,
-        "command": command,
-        **machine,
-        "good": good(found),
-        "converging": told.model_dump(),
-        "runs": found,
-    }
-    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
-    head, *lines = table(found)
-    parts = [f"# {study.title}", "", study.about.strip(), "", report.made_by(command, machine), ""]
-    parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    parts += [f"| {' | '.join(line)} |" for line in lines]
-    said = about_tolerance(told, found)
-    parts += ["", said, ""]
-    parts += [f"- {row['run']}: {_story(row['fault'])}" for row in found if row["fault"]]
-    parts += [
+    lines, said = table(found), about_tolerance(told, found)
+    further = ["", said, ""]
+    further += [f"- {row['run']}: {_story(row['fault'])}" for row in found if row["fault"]]
+    further += [
         f"- {row['run']}: {DID_NOT_RUN}: {printable(row['why'], 400)}"
         for row in found
         if row["outcome"] == DID_NOT_RUN
     ]
-    write_text(place / "report.md", "\n".join(parts) + "\n")
-    _write_pages(study, told, planned, found, place, said, report.made_by(command, machine))
+    pages = [f"losses/report.html#{row['run']}" if "windows" in row else "" for row in found]
+    report.publish(
+        study,
+        found,
+        place,
+        command,
+        machine,
+        good(found),
+        table=lines,
+        further=further,
+        listed=list(zip(lines[1:], pages, strict=True)),
+        said=[said],
+        converging=told.model_dump(),
+    )
+    _write_losses(study, told, planned, found, place, said, report.made_by(command, machine))
     draw(told, found, place / "losses.png")
     return said
 
 
-def _write_pages(
+def _write_losses(
     study: Study,
     told: Converging,
     planned: Seeded,
@@ -275,15 +295,9 @@ def _write_pages(
     tolerated: str,
     made: str,
 ) -> None:
-    """The table, and a page of the mean losses of windows, which shows each run beside the control."""
-    head, *lines = table(found)
+    """The page of the mean losses of windows, which shows each run beside the control."""
     ran = sorted((row for row in found if "windows" in row), key=lambda row: row["run"] != told.control)
-    places = {row["run"]: f"losses/report.html#{row['run']}" for row in ran}
-    listed = [(line, places.get(row["run"], "")) for line, row in zip(lines, found, strict=True)]
-    verdict = PASS if good(found) else FAIL
-    said = [study.about.strip(), tolerated, made]
-    write_listing(place / "report.html", study.title, said, head, listed, verdict)
-    fewest = told.seeds
+    verdict, fewest = PASS if good(found) else FAIL, told.seeds
     means = [np.mean(row["windows"][:fewest], axis=0).tolist() for row in ran]
     twin = next(row for row in ran if row["run"] == told.twin)
     contracts = {row["run"]: history.read(planned[row["run"]][0].config.history_path).contract for row in ran}

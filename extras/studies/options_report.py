@@ -1,23 +1,54 @@
-"""What came out of a study that varies options: for each value of each option, whether its runs compute the same."""
+"""A study that varies options: for each value of each option, whether its runs compute the same."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from extras.studies import compositions
-from extras.studies.report import DID_NOT_RUN, MEASURED, made_by
-from extras.studies.study import Planned, Study
+from extras.studies import compositions, report, training, variations
+from extras.studies.report import DID_NOT_RUN, MEASURED
+from extras.studies.study import Planned, Study, Vary
 from extras.studies.variations import Case, Group
 from lockstep.dumps import history
 from lockstep.ground.errors import LIBRARY_REFUSES, printable
-from lockstep.ground.files import write_text
-from lockstep.page.writing import write_listing
-from lockstep.verdict.loss_curves import FAIL, PASS
+from lockstep.verdict.loss_curves import PASS
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
 REFUSALS = (REFUSED_BY_US, REFUSED_BY_LIBRARY)
 NOT_SEEN = "no: not seen to act"
 OTHER, IN_PAIRS = "other bits or collectives than without it", "passes in pairs"
+
+
+class VariedOptions:
+    """See `Kind` in run_study.py: groups of runs, each against its own control. What is refused is a result, too."""
+
+    def __init__(self, study: Study, vary: Vary, only: list[str], place: Path):
+        self.study, self.vary, self.place = study, vary, place
+        groups = compositions.groups(vary) if vary.each_up_to else variations.groups(vary)
+        self.groups = variations.only(groups, only) if only else groups
+
+    def show(self) -> None:
+        for group in self.groups:
+            print(f"{group.name}: {len(group.cases)} runs")
+            for case in group.cases:
+                print(f"  {case.name}: {json.dumps(case.choice)}")
+
+    def run(self, command: str) -> bool:
+        rows = []
+        for number, group in enumerate(self.groups):
+            folder = self.place / "groups" / group.name
+            planned, refused = variations.plan(self.study, self.vary, group, folder)
+            report.note(
+                f"{number + 1} of {len(self.groups)}, {group.name}: {len(group.cases)} runs, {len(refused)} refused"
+            )
+            failed = training.train(planned, folder, apart=False, note=lambda line: report.note(f"  {line}"))
+            training.reference([run for run in planned if run.name not in failed], folder)
+            found = report.rows(self.study, planned, failed, folder)
+            rows += results(group, planned, found, refused)
+            machine = report.provenance(planned[0])
+            write(self.study, rows, self.place, command, machine)  # what is known so far
+        print(f"\n{report.text(table(self.study, rows))}\n")
+        print(f"Report  {printable(self.place / 'report.md')}")
+        return good(rows)
 
 
 def results(
@@ -121,13 +152,7 @@ def good(rows: list[dict[str, Any]]) -> bool:
 def write(
     study: Study, rows: list[dict[str, Any]], place: Path, command: str, machine: dict[str, Any]
 ) -> None:
-    """report.md, report.html and report.json in the folder of the study; `machine` is the provenance."""
-    content = {"title": study.title, "command": command, **machine, "good": good(rows), "runs": rows}
-    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
-    head, *lines = table(study, rows)
-    parts = [f"# {study.title}", "", study.about.strip(), "", made_by(command, machine), ""]
-    parts += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    parts += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+    """The reports in the folder of the study; `machine` is the provenance."""
     others = [row for row in rows if row["outcome"] != PASS]
     told = " The others:"
     if study.vary is not None and study.vary.each_up_to:
@@ -136,17 +161,23 @@ def write(
             " Of the others, those that have no smaller choice among them:",
         )
     passed = sum(row["outcome"] == PASS for row in rows)
-    parts += ["", f"{len(rows)} runs. {passed} pass." + (told if others else ""), ""]
-    parts += [
+    further = ["", f"{len(rows)} runs. {passed} pass." + (told if others else ""), ""]
+    further += [
         f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
         for row in others
     ]
-    write_text(place / "report.md", "\n".join(parts) + "\n")
-    heads = ("run", "options", "outcome", "tensors / tolerated", "differs in", "why")
-    said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
-    verdict = PASS if good(rows) else FAIL
-    listed = [(_cells(row), row["page"]) for row in rows]
-    write_listing(place / "report.html", study.title, said, heads, listed, verdict)
+    report.publish(
+        study,
+        rows,
+        place,
+        command,
+        machine,
+        good(rows),
+        table=table(study, rows),
+        further=further,
+        listed=[(_cells(row), row["page"]) for row in rows],
+        head=("run", "options", "outcome", "tensors / tolerated", "differs in", "why"),
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

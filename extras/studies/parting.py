@@ -18,11 +18,13 @@ def largest(one: History, other: History, first: int, last: int) -> float:
     return max(loss_gap(*pair) for pair in pairs)
 
 
-def lines(pairs: dict[str, tuple[History, History]]) -> list[str]:
-    """A table in Markdown: title of a column -> the two runs."""
+def lines(pairs: dict[str, tuple[History, History]]) -> list[list[str]]:
+    """A table, the head first: title of a column -> the two runs."""
     steps = min(len(run.steps) for pair in pairs.values() for run in pair)
-    found = [f"| steps | {' | '.join(pairs)} |", f"|---|{'---|' * len(pairs)}"]
-    for first, last in ranges(steps):
-        cells = [f"{largest(*pair, first, last):.1e}" for pair in pairs.values()]
-        found.append(f"| {first} to {last} | {' | '.join(cells)} |")
-    return found
+    return [
+        ["steps", *pairs],
+        *(
+            [f"{first} to {last}", *(f"{largest(*pair, first, last):.1e}" for pair in pairs.values())]
+            for first, last in ranges(steps)
+        ),
+    ]

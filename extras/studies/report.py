@@ -1,11 +1,13 @@
-"""What came out of a study: a row for each run, as a table, report.md, report.json and a figure."""
+"""A study of single runs beside a control; and what the reports of every study have: report.md, report.html and report.json."""
 
 import json
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from extras.studies import parting
+from extras.studies import parting, training
 from extras.studies.study import Planned, Study, differences
 from lockstep.dumps import history
 from lockstep.dumps.history import History
@@ -32,6 +34,57 @@ MEMORY = (
     "buffers that were allocated and never written, which are not resident (docs/memory.md)."
 )
 WARM_UP = 3  # steps that are left out of times, if there are more
+
+
+class SingleRuns:
+    """See `Kind` in run_study.py: the runs of a study, the control first."""
+
+    def __init__(self, study: Study, planned: list[Planned], place: Path):
+        self.study, self.planned, self.place = study, planned, place
+
+    def show(self) -> None:
+        show(self.planned)
+
+    def run(self, command: str) -> bool:
+        study, planned, place = self.study, self.planned, self.place
+        print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
+        # While one core imports for the first ranks, the other imports for the report.
+        with ThreadPoolExecutor(max_workers=1) as aside:
+            aside.submit(prepare, planned[0])
+            failed = training.train(planned, place, apart=study.memory, note=note)
+            if study.tensors:
+                training.reference(planned, place)
+        found = rows(study, planned, failed, place)
+        write(study, planned, found, place, command)
+        print(f"\n{text(table(study, found))}\n")
+        for row in found:
+            if row.get("why"):
+                print(f"{row['run']}: {row['outcome']}: {printable(row['why'], 400)}")
+        tell_figure(place)
+        return good(found)
+
+
+def note(line: str) -> None:
+    print(line, flush=True)
+
+
+def tell_figure(place: Path) -> None:
+    print(f"Report  {printable(place / 'report.md')}\nFigure  {printable(place / 'losses.png')}")
+
+
+def show(planned: list[Planned]) -> None:
+    """Every flag of the control, and what differs from it in each other run."""
+    control = planned[0]
+    print(f"{control.name}: {control.config.label}, the control")
+    for key, value in control.config.as_dict().items():
+        print(f"  {key:<28} {printable(value)}")
+    for each in planned[1:]:
+        print(
+            f"{each.name}: {each.config.label}" + (f"; measured only: {each.differs}" if each.differs else "")
+        )
+        for key, (mine, theirs) in differences(each, control).items():
+            of_control = "" if theirs is None else f" (control: {printable(theirs)})"
+            print(f"  {key:<28} {printable(mine)}{of_control}")
 
 
 def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Path) -> list[dict[str, Any]]:
@@ -225,29 +278,35 @@ def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]
         if run.name in histories and (run is planned[0] or run.is_base):
             pairs[f"control run of {run.name}"] = (_noise(run), histories[run.name])
     about = "Largest difference of the losses (nats). A control run starts from weights perturbed by one ulp: rounding errors alone do that."
-    return ["", about, "", *parting.lines(pairs)]
+    return ["", about, "", *in_markdown(parting.lines(pairs))]
 
 
 def resources(found: list[dict[str, Any]]) -> list[str]:
     """Lines of a table: time of an epoch and memory of each rank; and which run that passes needs least of either."""
     lines = [
-        "",
-        "| run | s an epoch | samples/s | mean loss of the first and last step | peak memory of the ranks | of the plan |",
-        "|---|---|---|---|---|---|",
+        [
+            "run",
+            "s an epoch",
+            "samples/s",
+            "mean loss of the first and last step",
+            "peak memory of the ranks",
+            "of the plan",
+        ]
     ]
     ran = [row for row in found if "peak memory" in row]
     for row in ran:
         memory = ", ".join(f"{size / 2**20:.0f}" for size in row["peak memory"]["bytes by rank"])
         plan = row.get("predicted memory")
         of_plan = f"{max(row['peak memory']['bytes by rank']) / plan['bytes']:.2f}" if plan else "not known"
-        lines.append(
-            f"| {row['run']} | {row['seconds per epoch']:.1f} | {row['samples per second']:.1f} | {row['first loss']:.4f}, {row['last loss']:.4f} | {memory} MiB | {of_plan} |"
-        )
+        times = [f"{row['seconds per epoch']:.1f}", f"{row['samples per second']:.1f}"]
+        losses = f"{row['first loss']:.4f}, {row['last loss']:.4f}"
+        lines.append([row["run"], *times, losses, f"{memory} MiB", of_plan])
     right = [row for row in ran if row["outcome"] in ("control", PASS)]
     fastest = max(right, key=lambda row: row["samples per second"])
     smallest = min(right, key=lambda row: max(row["peak memory"]["bytes by rank"]))
     return [
-        *lines,
+        "",
+        *in_markdown(lines),
         "",
         f"Of the runs that compute the same, {fastest['run']} was the fastest here, and {smallest['run']} took the least memory.",
     ]
@@ -260,15 +319,9 @@ def group_norms(found: list[dict[str, Any]]) -> list[str]:
     if not measured:
         return []
     names = [row["run"] + (f" (from {row['judged by']})" if "judged by" in row else "") for row in measured]
-    lines = [
-        "",
-        "Gradient norm of each group of parameters: relative difference from the control, mean over the steps.",
-        "",
-    ]
-    lines += [f"| group | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for group in measured[0][key]:
-        lines.append(f"| {group} | {' | '.join(f'{row[key][group]:.1e}' for row in measured)} |")
-    return lines
+    about = "Gradient norm of each group of parameters: relative difference from the control, mean over the steps."
+    lines = [[group, *(f"{row[key][group]:.1e}" for row in measured)] for group in measured[0][key]]
+    return ["", about, "", *in_markdown([["group", *names], *lines])]
 
 
 def good(found: list[dict[str, Any]]) -> bool:
@@ -332,49 +385,69 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
     )
 
 
+def in_markdown(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, the head first."""
+    head, *rest = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)]
+
+
+def publish(
+    study: Study,
+    rows: list[dict[str, Any]],
+    place: Path,
+    command: str,
+    machine: dict[str, Any],
+    passed: bool,
+    *,
+    table: list[list[str]],
+    further: Sequence[str],
+    listed: Sequence[tuple[Sequence[str], str]],
+    head: Sequence[str] = (),
+    said: Sequence[str] = (),
+    **content: Any,
+) -> None:
+    """report.md, report.html and report.json in the folder of a study.
+
+    `machine` is the `provenance` and `further` are lines after the `table`. `listed` are the lines of the page, with what each links to,
+    under `head` (default: the table's), after the sentences `said`. `content` goes into the JSON, too.
+    """
+    whole = {"title": study.title, "command": command, **machine, "good": passed, **content, "runs": rows}
+    write_text(place / "report.json", json.dumps(whole, indent=1) + "\n")
+    about, made = [study.about.strip()] if study.about else [], made_by(command, machine)
+    parts = [f"# {study.title}", *about, made, "\n".join(in_markdown(table))]
+    write_text(place / "report.md", "\n\n".join(parts) + "\n" + "\n".join(further) + "\n")
+    outcome = PASS if passed else FAIL
+    write_listing(
+        place / "report.html", study.title, [*about, *said, made], head or table[0], listed, outcome
+    )
+
+
 def write(
     study: Study, planned: list[Planned], found: list[dict[str, Any]], place: Path, command: str
 ) -> None:
     """report.md, report.html, report.json and losses.png in the folder of the study."""
-    machine = provenance(planned[0])
-    content = {"title": study.title, "command": command, **machine, "good": good(found), "runs": found}
-    write_text(place / "report.json", json.dumps(content, indent=1) + "\n")
-    head, *lines = table(study, found)
-    parts = [f"# {study.title}", "", *([study.about.strip(), ""] if study.about else [])]
-    parts += [
-        made_by(command, machine),
-        "",
-        f"| {' | '.join(head)} |",
-        f"|{'---|' * len(head)}",
-    ]
-    parts += [f"| {' | '.join(line)} |" for line in lines]
-    said = [*([study.about.strip()] if study.about else []), made_by(command, machine)]
-    links = [(line, row["page"]) for line, row in zip(lines, found, strict=True)]
-    write_listing(place / "report.html", study.title, said, head, links, PASS if good(found) else FAIL)
+    lines, further = table(study, found), []
     if study.memory:
-        parts += ["", MEMORY, *resources(found)]
-    parts += ["", "| run | differs from the control in |", "|---|---|"]
-    for row in found[1:]:
-        changed = ", ".join(f"{key} {value}" for key, value in row["differs from the control in"].items())
-        parts.append(f"| {row['run']} | {printable(changed, 400)} |")
-    parts += group_norms(found)
-    parts += [
-        "",
-        *(
-            f"- {row['run']}: {row['outcome']}: {printable(row['why'], 600)}"
-            for row in found
-            if row.get("why")
-        ),
+        further += ["", MEMORY, *resources(found)]
+    changed = (row["differs from the control in"].items() for row in found[1:])
+    cells = (printable(", ".join(f"{key} {value}" for key, value in each), 400) for each in changed)
+    pairs = [(row["run"], cell) for row, cell in zip(found[1:], cells, strict=True)]
+    further += ["", *in_markdown([("run", "differs from the control in"), *pairs])]
+    further += [*group_norms(found), ""]
+    further += [
+        f"- {row['run']}: {row['outcome']}: {printable(row['why'], 600)}" for row in found if row.get("why")
     ]
-    parts += [
+    further += [
         f"- {row['run']}: first wrong tensor: {row['first wrong'][0]}"
         for row in found
         if row.get("first wrong")
     ]
     ran = {row["run"] for row in found if row["outcome"] not in (DID_NOT_RUN, REFUSED)}
     histories = {run.name: history.read(run.config.history_path) for run in planned if run.name in ran}
-    parts += _parting(planned, histories)
-    write_text(place / "report.md", "\n".join(parts) + "\n")
+    further += _parting(planned, histories)
+    links = [(line, row["page"]) for line, row in zip(lines[1:], found, strict=True)]
+    machine, passed = provenance(planned[0]), good(found)
+    publish(study, found, place, command, machine, passed, table=lines, further=further, listed=links)
     noise = _noise(planned[0])
     curve_report.draw(
         histories, noise, loss_curves.tolerance_for(histories[BASELINE], noise), place / "losses.png"

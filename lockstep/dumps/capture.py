@@ -18,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -35,13 +35,14 @@ from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
 from lockstep.inputs.model import being_recomputed
+from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled
-from lockstep.plan.mesh import Coordinates
+from lockstep.plan.config import OPTIMIZERS, sequences_per_step
+from lockstep.plan.cuts import Pieces
+from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from lockstep.plan.config import Config
 
 MOST_KINDS = 8  # of tensors of one parameter that a file has room for
 Given = ParamSpec("Given")
@@ -67,6 +68,8 @@ class Captured(Protocol):
 class Capture:
     """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
 
+    `about` is what the run records of itself; the ranks of `mesh` write into `folder`. This one computes these `positions` of each sequence.
+
     Raises TrainingFailure on every rank if a part has no place in its full tensor, a tensor was only partly written, or the disk is
     full.
     """
@@ -74,26 +77,25 @@ class Capture:
     writer: step_file.StepWriter  # of the step that is being captured
     path: Path
 
-    def __init__(self, config: "Config", model: torch.nn.Module, provenance: dict):
-        self.config, self.mesh, self.rank = config, config.mesh, dist.get_rank()
-        self.here = self.mesh.coordinates(self.rank)
-        self.placement = Placement(config, self.mesh, self.here)
-        self.folder = config.capture_folder
-        self.inputs = config.samples.inputs
+    def __init__(self, about: dict[str, Any], mesh: Mesh, folder: Path, positions: Pieces):
+        self.options, self.mesh, self.folder, self.rank = about["config"], mesh, folder, dist.get_rank()
+        self.here = mesh.coordinates(self.rank)
+        self.rows, self.seq_length = sequences_per_step(self.options), self.options["seq_length"]
+        self.placement = Placement(mesh, self.here, self.rows, self.seq_length, positions)
+        self.inputs = Samples.of_options(self.options).inputs
+        self.steps: Container[int] = range(1, self.options["capture_steps"] + 1)
         found = layout_of(
-            provenance["architecture"], config.attn_impl, positions="position_ids" in self.inputs
+            about["architecture"], self.options["attn_impl"], positions="position_ids" in self.inputs
         )
-        self.layout = found.model_copy(update={"state": state_of(config.optimizer, found.model.trained)})
-        self.kinds = self.layout.kinds(provenance["config"])
-        kept = MOST_KINDS if config.has_own_optimizer else len(self.kinds)
+        state = state_of(self.options["optimizer"], found.model.trained)
+        self.layout = found.model_copy(update={"state": state})
+        self.kinds = self.layout.kinds(self.options)
+        self.own_optimizer = self.options["optimizer"] not in OPTIMIZERS
+        kept = MOST_KINDS if self.own_optimizer else len(self.kinds)
         self.num_tensors = (
             2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + len(self.inputs)
         )
-        self.manifest: dict[str, Any] = {
-            "run": provenance,
-            "layout": self.layout.model_dump(),
-            "steps": {},
-        }
+        self.manifest: dict[str, Any] = {"run": about, "layout": self.layout.model_dump(), "steps": {}}
         self.writers: dict[str, bool] = {}
         self.unfinished: list[Path] = []
 
@@ -115,7 +117,7 @@ class Capture:
         by_name = {
             name: module
             for name, module in watched(strategy.model, names.base)
-            if not compiled.is_hidden(names, self.config.compile, name)
+            if not compiled.is_hidden(names, self.options["compile"], name)
         }
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
@@ -130,7 +132,7 @@ class Capture:
         self.strategy, self.step, self.problem = strategy, step, ""
         self.loss_shares = strategy.loss_shares  # every gradient is divided by it
         self.no_room: OSError | None = None
-        self.rows: Counter[str] = Counter()  # of this rank, seen so far
+        self.seen: Counter[str] = Counter()  # rows of this rank so far
         self.gradients_seen: set[tuple[str, int]] = set()
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
@@ -153,7 +155,7 @@ class Capture:
             handle.remove()
         for number, name in enumerate(self.inputs):
             # a stage of a pipeline is called with one of them
-            if name in self.called_with and not self.rows[f"batch/{name}"]:
+            if name in self.called_with and not self.seen[f"batch/{name}"]:
                 for micro_batch in self.fed:
                     self._write_batch(name, self._own_positions(micro_batch[number]))
         self._write_held("gradient")
@@ -166,7 +168,7 @@ class Capture:
 
     def end(self, record: dict, *, updated: bool = True) -> None:
         """After the update: write optimizer state and parameters, finish the file, name the step in the manifest."""
-        if updated and self.config.has_own_optimizer and not self.layout.state:
+        if updated and self.own_optimizer and not self.layout.state:
             self._see_state()
         for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)
@@ -194,7 +196,7 @@ class Capture:
             for kind, shapes in of_rank.items():
                 state.setdefault(kind, {}).update(shapes)
         self.layout = self.layout.model_copy(update={"state": state})
-        self.kinds = self.layout.kinds(self.manifest["run"]["config"])
+        self.kinds = self.layout.kinds(self.options)
         self.manifest["layout"] = self.layout.model_dump()
 
     def state_contract(self, contract: dict) -> None:
@@ -268,8 +270,8 @@ class Capture:
 
     def _next_row(self, name: str, local: torch.Tensor) -> int:
         """Where a micro batch begins among the samples of this rank, which come one after the other."""
-        row = self.rows[name]
-        self.rows[name] += local.shape[0]
+        row = self.seen[name]
+        self.seen[name] += local.shape[0]
         return row
 
     def _see_inputs(
@@ -369,8 +371,7 @@ class Capture:
                 )
         for stage, path in enumerate(self.unfinished[1:], 1):
             self.writer.append(path, everyone[first_of[stage]][1])
-        rows = self.config.batch_size * self.config.gradient_accumulation_steps * self.config.dp_size
-        for name in self.layout.of_step(self.kinds, rows, self.config.seq_length, self.inputs[2:]):
+        for name in self.layout.of_step(self.kinds, self.rows, self.seq_length, self.inputs[2:]):
             if not any(ranks.get(name) for ranks, _ in everyone):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
@@ -405,7 +406,7 @@ class Capture:
         dims: dict[str, int] = {}
         first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
         for axis in self.mesh.axes:
-            if axis == "pp":  # it cuts no tensor
+            if AXES[axis] is Cuts.LAYERS:  # it cuts no tensor
                 continue
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)

@@ -29,7 +29,7 @@ from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import parse_json, require_regular
 from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled
-from lockstep.plan.config import OPTIMIZERS
+from lockstep.plan.config import OPTIMIZERS, sequences_per_step
 
 TORCH = {text: dtype for dtype, text in DTYPES.items()}
 ITEMSIZE = {text: dtype.itemsize for dtype, text in DTYPES.items()}
@@ -106,9 +106,8 @@ class Dump:
 
     @property
     def samples(self) -> Samples:
-        """How its samples are made, but for their seed."""
-        config = self.run["config"]
-        return Samples(config["labels"], config["padding"], config["documents"])
+        """How its samples are made."""
+        return Samples.of_options(self.run["config"])
 
     @functools.cache  # noqa: B019 - a dump lives as long as its comparison
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
@@ -119,8 +118,8 @@ class Dump:
             kinds = ("parameter",)
         elif self.is_replay:  # which steps an optimizer of the user's own, too
             kinds = ("gradient", *self.layout.state, "parameter") if self.has_own_optimizer else ("gradient",)
-        rows = config["batch_size"] * config["gradient_accumulation_steps"] * config["dp_size"]
-        return self.layout.of_step(kinds, rows, config["seq_length"], self.samples.further)
+        rows, further = sequences_per_step(config), self.samples.further
+        return self.layout.of_step(kinds, rows, config["seq_length"], further)
 
     def has(self, step: int, *names: str) -> bool:
         """Whether a step has all of these tensors."""

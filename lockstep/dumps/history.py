@@ -31,6 +31,7 @@ from lockstep.ground.schemas import (
     Whole,
     validate,
 )
+from lockstep.plan.config import tokens_per_step
 
 FORMAT = 4
 BEGINS = b'{"format": '  # every history file
@@ -202,7 +203,7 @@ def _updated(contract: dict[Name, Any] | None) -> set[str]:
 
 def _step_problem(file: File) -> str:
     config = file.run.config
-    tokens = config.dp_size * config.batch_size * config.gradient_accumulation_steps * config.seq_length
+    tokens = tokens_per_step(vars(config))
     for position, step in enumerate(file.steps, start=1):
         if step.step != position:
             return f"step {position} is missing"

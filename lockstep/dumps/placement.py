@@ -1,52 +1,46 @@
 """Where a rank's part of an output lies in the whole one: rows by DP rank, positions by the cut of cp, one more dim by tp."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from lockstep.dumps.layout import BATCH, SEQUENCE
 from lockstep.ground.blocks import Runs
-from lockstep.plan import cuts
-from lockstep.plan.mesh import Coordinates, Mesh, share
-
-if TYPE_CHECKING:
-    from lockstep.plan.config import Config
+from lockstep.plan.cuts import Pieces
+from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh, share
 
 
 class Placement:
-    """Of the rank that is `here` in the mesh."""
+    """Of the rank that is `here` in the mesh, and computes these `positions`. `rows` are the sequences of a global batch."""
 
-    def __init__(self, config: "Config", mesh: Mesh, here: Coordinates):
-        self.config, self.mesh, self.here = config, mesh, here
-        self.positions = cuts.positions(config, here.cp)
+    def __init__(self, mesh: Mesh, here: Coordinates, rows: int, seq_length: int, positions: Pieces):
+        self.mesh, self.here, self.positions = mesh, here, positions
+        self.rows_of_rank = rows // mesh.num_sample_shares
+        self.sizes = {BATCH: rows, SEQUENCE: seq_length}
 
     def of(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[tuple[int, ...], list[Runs], bool]:
         """(the full shape, the runs of every dim of it that this rank's first micro batch covers, whether this rank writes them).
 
         Raises ValueError for a shape that is no share of the full tensor.
         """
-        config = self.config
-        per_rank = config.batch_size * config.gradient_accumulation_steps
-        sizes = {BATCH: per_rank * config.dp_size, SEQUENCE: config.seq_length}
-        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        cut = {"dp": symbols[0] == BATCH, "cp": SEQUENCE in symbols, "tp": False}
+        full = tuple(self.sizes.get(symbol, symbol) for symbol in symbols)
+        cut = {Cuts.SAMPLES: symbols[0] == BATCH, Cuts.POSITIONS: SEQUENCE in symbols, Cuts.WEIGHTS: False}
         runs = [
             self.positions if symbol == SEQUENCE else [(0, size)]
             for symbol, size in zip(symbols, full, strict=True)
         ]
-        if cut["dp"]:
-            runs[0] = [
-                (self.here.dp * per_rank, local.shape[0])
-            ]  # that all of them come is checked at the end
+        if cut[Cuts.SAMPLES]:
+            share_of_rank = self.mesh.sample_share(self.mesh.rank(self.here))
+            # that all of them come is checked at the end
+            runs[0] = [(share_of_rank * self.rows_of_rank, local.shape[0])]
         for dim in range(1, len(full)):
-            if local.shape[dim] != _length(runs[dim]) and not cut["tp"]:
-                cut["tp"] = True
+            if local.shape[dim] != _length(runs[dim]) and not cut[Cuts.WEIGHTS]:
+                cut[Cuts.WEIGHTS] = True
                 runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
         if list(local.shape) != list(map(_length, runs)):
             raise ValueError(
                 f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
             )
-        return full, runs, all(is_cut or self.here.along(axis) == 0 for axis, is_cut in cut.items())
+        # Stages of a pipeline have files of their own.
+        return full, runs, all(cut.get(AXES[axis], True) or not self.here.along(axis) for axis in AXES)
 
 
 def _length(runs: Runs) -> int:

@@ -84,7 +84,7 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     import torch.distributed as dist
 
     from lockstep.ground.errors import TrainingFailure
-    from lockstep.training import loop, starting_weights
+    from lockstep.training import agreement, loop, starting_weights
 
     def noted(guard: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -98,6 +98,7 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
     for module, name in (
         (loop, "stop_together"),
         (loop, "require_right_batches"),
+        (agreement, "stop_together"),
         (starting_weights, "stop_together"),
     ):
         noting = functools.partial(noted, getattr(module, name))

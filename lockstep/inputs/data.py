@@ -109,6 +109,10 @@ class Batches:
         return self.dp_size * self.batch_size * self.num_micro_batches
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.windows_per_step * (self.corpus.width - 1)
+
+    @property
     def steps_per_epoch(self) -> int:
         return self.num_windows // self.windows_per_step
 

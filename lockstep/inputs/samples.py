@@ -3,9 +3,9 @@
 Everything is drawn from the window's tokens and the seed alone, so it does not depend on who trains on the window, or when.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,11 @@ class Samples:
     padding: str = "none"
     documents: str = "joined"
     seed: int = 0
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> "Samples":
+        """From a configuration, live or recorded."""
+        return cls(options["labels"], options["padding"], options["documents"], options["seed"])
 
     @property
     def further(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_atomically
 from lockstep.inputs import modules
 from lockstep.inputs.shapes import describe, parameter_shapes
-from lockstep.inputs.weight_files import DAMAGED, FLOATS, HEADER, INDEX, Contents, read
+from lockstep.inputs.weight_files import DAMAGED, FLOATS, HEADER, INDEX, About, Contents, read
 
 if TYPE_CHECKING:
     import torch
@@ -73,13 +73,12 @@ def save(
 
     A file with the same content stays as it is. Raises UserError for a file that `check_new` refuses.
     """
-    check_new(path, architecture, source, overwrite=overwrite)
+    there = check_new(path, architecture, source, overwrite=overwrite)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     sums = checksums(tensors.items())
     about = {"architecture": architecture, "sha256": sums, "source": source}
-    if os.path.lexists(path) and not overwrite:
-        there = read(path, f"--init_weights_path {path}").about
-        if there is not None and there.sha256 == sums:
+    if there is not None and not overwrite:
+        if there.sha256 == sums:
             return
         raise UserError(_occupied(path, f"holds other {source} than this run would write"))
 
@@ -96,8 +95,8 @@ def save(
     write_atomically(path, write)
 
 
-def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -> None:
-    """Raise UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
+def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -> About | None:
+    """What the file that is there says of itself. Raises UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
 
     A file that claims to hold these weights may stay; the run compares it with what it would write. A file that this project did not
     write is never replaced.
@@ -106,7 +105,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
     if path.suffix not in (".safetensors", ".pt"):
         raise UserError(f"{where}: the name must end in .safetensors or .pt")
     if not os.path.lexists(path):
-        return
+        return None
     try:
         about = read(path, where).about
     except UserError:
@@ -118,6 +117,7 @@ def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -
         )
     if not overwrite and (about.source != source or _other_key(about.architecture, architecture) is not None):
         raise UserError(_occupied(path, f"holds other weights ({about.source or 'of an unknown source'})"))
+    return about
 
 
 def _occupied(path: Path, what: str) -> str:

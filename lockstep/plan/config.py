@@ -47,6 +47,15 @@ def history_file(folder: Path, run: str) -> Path:
     return folder / f"loss_{run}.json"
 
 
+def sequences_per_step(options: Mapping[str, Any]) -> int:
+    """Of the global batch, from a configuration, live or recorded."""
+    return options["dp_size"] * options["batch_size"] * options["gradient_accumulation_steps"]
+
+
+def tokens_per_step(options: Mapping[str, Any]) -> int:
+    return sequences_per_step(options) * options["seq_length"]
+
+
 class Cut(Protocol):
     """How an axis divides what is inside of a sample or of the model, such as positions or layers."""
 
@@ -406,7 +415,7 @@ class Config:
 
     @property
     def samples(self) -> Samples:
-        return Samples(self.labels, self.padding, self.documents, self.seed)
+        return Samples.of_options(vars(self))
 
     @property
     def parameter_dtype(self) -> "torch.dtype":

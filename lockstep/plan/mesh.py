@@ -97,7 +97,7 @@ class Mesh:
 
     @property
     def num_sample_shares(self) -> int:
-        return math.prod(self.size(axis) for axis in _cutting(Cuts.SAMPLES))
+        return math.prod(map(self.size, _cutting(Cuts.SAMPLES)))
 
     def first_with_share(self, share: int) -> int:
         """The lowest rank that is fed this share of the global batch."""
@@ -106,7 +106,7 @@ class Mesh:
     @property
     def num_loss_shares(self) -> int:
         """Ranks that compute the loss of other tokens; the loss is the mean over them."""
-        return self.num_sample_shares * self.cp
+        return self.num_sample_shares * math.prod(map(self.size, _cutting(Cuts.POSITIONS)))
 
     def neighbour(self, rank: int, axis: str) -> int:
         """The next rank along an axis; after the last one, the first."""

@@ -2,25 +2,28 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.inputs.data import Inputs
 from lockstep.inputs.samples import IGNORED
 from lockstep.inputs.shapes import from_config
-from lockstep.plan import compiled
-from lockstep.training.observe import collectives
+from lockstep.plan import rates
+from lockstep.plan.config import OPTIMIZERS
+from lockstep.training.observe import collectives, learning_rate
+from lockstep.training.optim import set_rate
 from lockstep.training.strategy import MicroBatch, Strategy
 
 
 class Listener(Protocol):
     """The moments of a step; every rank calls them in this order, so each may be collective."""
+
+    steps: Container[int]  # that it listens to, from 1
 
     def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         """Before the forward pass of `step`, from 1, with the micro batches of this rank."""
@@ -35,8 +38,30 @@ class Listener(Protocol):
         return
 
 
+class LearningRate(Listener):
+    """Gives the optimizer the rate of each step, by the flags of a run of so many steps."""
+
+    def __init__(self, options: dict[str, Any], num_steps: int):
+        self.options, self.num_steps = options, num_steps
+        self.steps = range(1, num_steps + 1)
+
+    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
+        self.optimizer, self.rate = strategy.optimizer, rates.rate_of(self.options, step, self.num_steps)
+
+    def gradients(self) -> None:
+        if rates.changes(self.options):
+            set_rate(self.optimizer, self.rate, self.options["learning_rate"])
+
+    def end(self, record: dict[str, Any]) -> None:
+        known = self.options["optimizer"] in OPTIMIZERS  # groups of others may have several rates
+        record["learning_rate"] = learning_rate(self.optimizer.param_groups[0]) if known else self.rate
+
+
 class GroupNorms(Listener):
     """The gradient norm of each layer, of the embedding and of the rest (--group_norms)."""
+
+    def __init__(self, num_steps: int):
+        self.steps = range(1, num_steps + 1)
 
     def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         self.strategy = strategy
@@ -49,7 +74,10 @@ class GroupNorms(Listener):
 
 
 class CountedCollectives(Listener):
-    """The collective operations of a step (--count_collectives), by name in `counted` after it."""
+    """The collective operations of the last step (--count_collectives), by name in `counted` after it."""
+
+    def __init__(self, num_steps: int):
+        self.steps = (num_steps,)
 
     def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         self.counting = contextlib.ExitStack()
@@ -57,46 +85,6 @@ class CountedCollectives(Listener):
 
     def end(self, record: dict[str, Any]) -> None:
         self.counting.close()
-
-
-class ComputeDtypes(Listener):
-    """The dtypes that linear layers and the embedding return in a step's forward pass, for the contract."""
-
-    def __init__(self, compile_backend: str):
-        self.compile_backend = compile_backend
-        self._seen: dict[str, set[str]] = {
-            "compute_dtype": set(),
-            "biased_linear_dtype": set(),
-            "embedding_dtype": set(),
-        }
-
-    def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
-        self._handles: list[RemovableHandle] = []
-        names = modules.names_in(strategy.model)
-        for name, module in strategy.model.named_modules():
-            if compiled.is_hidden(names, self.compile_backend, name):
-                continue
-            if isinstance(module, torch.nn.Embedding) or name == names.embedding:
-                self._watch(module, "embedding_dtype")
-            elif name in names.linears or name in names.biased:
-                self._watch(module, "biased_linear_dtype" if name in names.biased else "compute_dtype")
-
-    def _watch(self, module: torch.nn.Module, key: str) -> None:
-        seen = self._seen[key]
-
-        def see(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):  # not of a router, which returns several
-                seen.add(str(output.dtype))
-
-        self._handles.append(module.register_forward_hook(see))
-
-    def end(self, record: dict[str, Any]) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def seen(self) -> dict[str, list[str]]:
-        """Entry of the contract -> dtypes."""
-        return {key: sorted(dtypes) for key, dtypes in self._seen.items()}
 
 
 def group_of(name: str, names: modules.Names) -> str:
@@ -124,10 +112,12 @@ def group_norms(strategy: Strategy) -> dict[str, float]:
 
 
 def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) -> dict[str, Any] | None:
-    """Loss (nats per token) and next-token accuracy of the full weights on the held-out windows. Collective.
+    """Loss (nats per token) and next-token accuracy of the full weights on the held-out windows; None if there are none. Collective.
 
     The `lead` rank computes them, in float32 on its CPU, with a model that is not parallel: the figures are about the weights.
     """
+    if not inputs.batches.held_out:
+        return None
     if not lead:
         for _ in strategy.full_parameters():
             pass

@@ -1,7 +1,7 @@
 """THE loop: seeding, one step, the loss record. It drives a `Strategy` (strategy.py) and imports no strategy and no launcher.
 
 The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
-ranks if something is wrong.
+ranks if something is wrong. `run` makes from the configuration all that the steps need.
 """
 
 import contextlib
@@ -15,28 +15,21 @@ import torch
 import torch.distributed as dist
 import transformers.modeling_utils  # noqa: F401 - the model's module needs it, and it takes seconds: in `startup.importing`
 
-from lockstep.dumps import history as history_file
 from lockstep.dumps.capture import Capture
+from lockstep.dumps.history import History
 from lockstep.ground import hang, progress
-from lockstep.ground.collective import gather_objects, stop_together, stopping_together
+from lockstep.ground.collective import stop_together, stopping_together
 from lockstep.ground.errors import TrainingFailure, UserError
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import checkpoint_layers
-from lockstep.plan import compiled, rates
+from lockstep.plan import compiled, cuts
 from lockstep.plan.config import Config
-from lockstep.plan.contract import contradiction, left_to_the_verdict, of_all_ranks
 from lockstep.plan.mesh import Geometry, Mesh
 from lockstep.training import trackers
-from lockstep.training.listeners import ComputeDtypes, CountedCollectives, GroupNorms, Listener, held_out
-from lockstep.training.observe import (
-    clipping_problem,
-    demanded,
-    learning_rate,
-    own_peak_memory,
-    peak_memory,
-)
-from lockstep.training.optim import set_rate
+from lockstep.training.agreement import Agreement
+from lockstep.training.listeners import CountedCollectives, GroupNorms, LearningRate, Listener, held_out
+from lockstep.training.observe import demanded, own_peak_memory, peak_memory
 from lockstep.training.profiled import Profile
 from lockstep.training.provenance import provenance, require_told_alike, write_told
 from lockstep.training.starting_weights import initial_model, live_checksums, require_file_weights
@@ -62,51 +55,52 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
 
     `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
     """
-    begin = time.monotonic()
-    rank = dist.get_rank()
+    begin, mesh = time.monotonic(), config.mesh
+    here = Geometry.of_rank(mesh, dist.get_rank())
     hang.at("making the initial weights")
-    model, file_sums = initial_model(config, inputs, rank)
+    with stopping_together():  # a file need not be there on every machine
+        told = config.spec.told(config, inputs.architecture)
+        record = History(provenance(config, inputs, told))
+    require_told_alike(record.run)
+    model, file_sums = initial_model(config, inputs, record.run["initial_weights"])
     if config.activation_checkpointing:
         checkpoint_layers(model)
-    about = provenance(config, inputs)
-    require_told_alike(about.get("told_sha256"))
-    capture = Capture(config, model, about) if config.capture_dir else None
+    capture = None
+    if config.capture_dir:
+        positions = cuts.positions(config, here.coordinates.cp)
+        capture = Capture(record.run, mesh, config.capture_folder, positions)
     hang.at("making the strategy")
-    strategy = make_strategy(model, config, config.mesh, device)
+    strategy = make_strategy(model, config, mesh, device)
     if config.compile != "off":
         compiled.enable(strategy.model, config.compile)
-    expected, actual = Geometry.of_rank(config.mesh, rank), strategy.geometry()
+    actual = strategy.geometry()
     stop_together(
-        f"rank {rank}: the strategy's groups put it at {actual}, the mesh at {expected}"
-        if actual != expected
+        f"rank {dist.get_rank()}: the strategy's groups put it at {actual}, the mesh at {here}"
+        if actual != here
         else ""
     )
-
-    record = history_file.History(run=about)
-    path = config.history_path
     try:
         before = require_file_weights(strategy, inputs, config, file_sums)
         if before is not None:
             record.weights = {"initial_sha256": weights.combined_sha256(before)}
             if capture:
                 capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        with trackers.tracking(config, lead=rank == 0) as tracked:
-            _train(config, inputs, strategy, device, record, capture, tracked)
-        _measure(config, inputs, strategy, device, record, before)
+        _train(config, inputs, strategy, device, record, capture, told)
+        _measure(inputs, strategy, device, record, before)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
         if capture:
             capture.abandon()
-        if rank == 0 and record.steps:  # without a step, an older history stays
+        if dist.get_rank() == 0 and record.steps:  # without a step, an older history stays
             with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
-                record.save(path)
+                record.save(config.history_path)
         raise
     with stopping_together():
-        if rank == 0:
-            record.save(path)
+        if dist.get_rank() == 0:
+            record.save(config.history_path)
     first, last = record.steps[0], record.steps[-1]
     took = progress.duration(time.monotonic() - begin)
-    return f"{config.label}: {len(record.steps)} steps in {took}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {path}"
+    return f"{config.label}: {len(record.steps)} steps in {took}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {config.history_path}"
 
 
 def _train(
@@ -114,84 +108,58 @@ def _train(
     inputs: Inputs,
     strategy: Strategy,
     device: torch.device,
-    record: history_file.History,
+    record: History,
     capture: Capture | None,
-    tracked: trackers.Trackers,
+    told: str,
 ) -> None:
     """Every step, with what listens to it. What rank 0 cannot write stops all ranks in the step after."""
-    lead = dist.get_rank() == 0
+    lead, mesh, path, problem = dist.get_rank() == 0, config.mesh, config.history_path, ""
     shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
-    dtypes, counted = ComputeDtypes(config.compile), CountedCollectives()
-    profile = Profile(config.trace_path(dist.get_rank()), config.profiled.stop - 1)
-    problem = ""
-    for index in range(inputs.num_steps):
-        capturing = capture if capture is not None and index < config.capture_steps else None
-        listeners: list[Listener] = [
-            *([profile] if index + 1 in config.profiled else []),
-            *([GroupNorms()] if config.group_norms else []),
-            *([capturing] if capturing else []),
-            *([dtypes] if index == 0 else []),
-            *([counted] if config.count_collectives and index == inputs.num_steps - 1 else []),
-        ]
-        step, losses = train_step(strategy, inputs.batches, config, device, index, listeners, problem=problem)
-        record.add(step)
-        try:
-            if lead and index == 0:
-                write_told(config, inputs)
-        except UserError as error:
-            problem = str(error)
-        _require_finite_losses(step["step"], losses, config.mesh)
-        if not math.isfinite(step["grad_norm"]):
-            problem = _not_finite(
-                step["step"], "gradient norm", step["grad_norm"], dist.get_rank(), config.mesh
+    profile = Profile(config.trace_path(dist.get_rank()), config.profiled)
+    agreement, counted = Agreement(record, mesh, capture), CountedCollectives(inputs.num_steps)
+    listeners: list[Listener] = [
+        LearningRate(record.run["config"], inputs.num_steps),
+        profile,
+        *([GroupNorms(inputs.num_steps)] if config.group_norms else []),
+        *([capture] if capture else []),
+        agreement,
+        *([counted] if config.count_collectives else []),
+    ]
+    reported = config.report_to if lead else ()
+    with trackers.tracking(reported, path, record.run["config"]) as tracked:
+        for index in range(inputs.num_steps):
+            watching = [each for each in listeners if index + 1 in each.steps]
+            step, losses = train_step(
+                strategy, inputs.batches, mesh, device, index, watching, problem=problem
             )
-        if index == 0:
-            stop_together(problem)  # before a norm of NaN is held against the options
-            own = {**strategy.effective_contract(), **dtypes.seen()}
-            record.contract = of_all_ranks(gather_objects(own), config.mesh)
-            _require_contract(config, inputs, record, capturing)
-            if capturing is None:
-                norms = step["grad_norm"], strategy.clipped_norm()
-                odd = clipping_problem(config.max_grad_norm, *norms, config.precision)
-                stop_together(f"{config.label}: step 1, rank {dist.get_rank()}: {odd}" if odd else "")
-        try:
+            record.add(step)
+            try:
+                if lead and index == 0:
+                    write_told(config.told_path, told)
+            except UserError as error:
+                problem = str(error)
+            problem = _require_finite(step, losses, mesh) or problem
+            if index == 0:
+                stop_together(problem)  # before a norm of NaN is held against the options
+                agreement.require(demanded(config, inputs), step["grad_norm"])
+            try:
+                if lead:
+                    record.save_if_due(path)
+                    shown.add(step, own_peak_memory(device))
+                tracked.step(step)
+            except UserError as error:
+                problem = str(error)
+        stop_together(problem)
+        if config.profile:
+            line = f"{config.label}: {profile.line()}; {config.trace_path(0)} and the other ranks'"
             if lead:
-                record.save_if_due(config.history_path)
-                shown.add(step, own_peak_memory(device))
-            tracked.step(step)
-        except UserError as error:
-            problem = str(error)
-    stop_together(problem)
-    if profile.steps:
-        line = f"{config.label}: {profile.line()}; {config.trace_path(0)} and the other ranks'"
-        if lead:
-            progress.screen.note(line)
-    if config.count_collectives:
-        record.run["collectives"] = counted.counted
-
-
-def _require_contract(
-    config: Config, inputs: Inputs, record: history_file.History, capture: Capture | None
-) -> None:
-    """Stop all ranks unless the live objects are what the options ask for; what a captured tensor shows better is left to the verdict."""
-    assert record.contract is not None
-    if dist.get_rank() == 0 and capture:
-        capture.state_contract(record.contract)
-    wanted = demanded(config, inputs)
-    later = left_to_the_verdict(wanted, record.contract) if capture else ()
-    difference = contradiction(wanted, record.contract, later)
-    stop_together(
-        f"{config.label}: the live objects contradict the options: {difference}" if difference else ""
-    )
+                progress.screen.note(line)
+        if config.count_collectives:
+            record.run["collectives"] = counted.counted
 
 
 def _measure(
-    config: Config,
-    inputs: Inputs,
-    strategy: Strategy,
-    device: torch.device,
-    record: history_file.History,
-    before: dict[str, str] | None,
+    inputs: Inputs, strategy: Strategy, device: torch.device, record: History, before: dict[str, str] | None
 ) -> None:
     """After the last step: memory, held-out text, and which weights moved. `before` are their checksums, on rank 0 alone."""
     hang.at("gathering the weights after the last step")
@@ -199,7 +167,7 @@ def _measure(
     hang.at("measuring")
     memory = peak_memory(device)
     lead = before is not None
-    measured = held_out(strategy, inputs, config.attn_impl, lead=lead) if config.held_out else None
+    measured = held_out(strategy, inputs, record.run["config"]["attn_impl"], lead=lead)
     if before is not None and after is not None:
         record.weights |= {
             "final_sha256": weights.combined_sha256(after),
@@ -214,7 +182,7 @@ def _measure(
 def train_step(
     strategy: Strategy,
     batches: Batches,
-    config: Config,
+    mesh: Mesh,
     device: torch.device,
     index: int,
     listeners: Sequence[Listener] = (),
@@ -229,7 +197,7 @@ def train_step(
 
     Raises TrainingFailure on every rank if ranks that share samples saw different batches, or others the same, and for a `problem`.
     """
-    step, mesh = index + 1, config.mesh
+    step = index + 1
     micro_batches = batches.micro_batches(index, mesh.sample_share(dist.get_rank()), device)
     start = time.perf_counter()
     hashes_fed = window_hashes(micro_batches)  # before a strategy may change them
@@ -242,11 +210,8 @@ def train_step(
     hang.at(f"step {step}, update")
     for each in listeners:
         each.gradients()
-    rate = _set_rate(strategy, config, batches, step)
     gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
-    if not config.has_own_optimizer:  # whose groups may have several rates
-        rate = learning_rate(strategy.optimizer.param_groups[0])
 
     independent_tokens = batches.independent_tokens(index)
     everyone = gathered()
@@ -260,8 +225,7 @@ def train_step(
         "loss": sum(losses[rank] for rank in first_of) / len(first_of),
         "rank_losses": [losses[rank] for rank in first_of],
         "grad_norm": grad_norm,
-        "learning_rate": rate,
-        "tokens": batches.windows_per_step * config.seq_length,
+        "tokens": batches.tokens_per_step,
         "independent_tokens": independent_tokens,
         "batch_hash": global_batch_hash([each for rank in first_of for each in hashes[rank]]),
     }
@@ -270,15 +234,6 @@ def train_step(
         each.end(record)
     record["seconds"] = time.perf_counter() - start
     return record, losses
-
-
-def _set_rate(strategy: Strategy, config: Config, batches: Batches, step: int) -> float:
-    """Give the optimizer the rate of this step, which is returned."""
-    num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
-    rate = rates.rate_of(vars(config), step, num_steps)
-    if rates.changes(vars(config)):
-        set_rate(strategy.optimizer, rate, config.learning_rate)
-    return rate
 
 
 def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
@@ -297,10 +252,14 @@ def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> Non
             )
 
 
-def _require_finite_losses(step: int, losses: list[float], mesh: Mesh) -> None:
+def _require_finite(record: dict[str, Any], losses: list[float], mesh: Mesh) -> str:
+    """What is wrong with this rank's gradient norm, or "". Raises TrainingFailure for a loss, which all ranks know."""
+    step = record["step"]
     for rank, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise TrainingFailure(_not_finite(step, "loss", loss, rank, mesh))
+    norm = record["grad_norm"]
+    return "" if math.isfinite(norm) else _not_finite(step, "gradient norm", norm, dist.get_rank(), mesh)
 
 
 def _not_finite(step: int, what: str, value: float, rank: int, mesh: Mesh) -> str:

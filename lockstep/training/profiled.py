@@ -21,22 +21,21 @@ Span = tuple[float, float]  # begin and end
 
 
 class Profile(Listener):
-    """Profiles the steps that it listens to, and writes the trace of this rank after the `last`."""
+    """Profiles `steps`, and writes the trace of this rank after the last."""
 
-    def __init__(self, path: Path, last: int):
-        self.path, self.last, self.steps = path, last, list[int]()
+    def __init__(self, path: Path, steps: range):
+        self.path, self.steps = path, steps
 
     def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
-        if not self.steps:
+        if step == self.steps[0]:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        self.steps.append(step)
         self.mark = torch.profiler.record_function(f"{STEP}{step}")
         self.mark.__enter__()
 
     def end(self, record: dict[str, Any]) -> None:
         self.mark.__exit__(None, None, None)
-        if record["step"] == self.last:
+        if record["step"] == self.steps[-1]:
             self.profiler.stop()
             with stopping_together():
                 write_atomically(self.path, self._export)
@@ -53,7 +52,7 @@ class Profile(Listener):
         shares = (f"{100 * part / total:.0f}%" for part in (busy, least, total - busy - least))
         each = 1000 * total / len(totals) / len(self.steps)
         said = "steps {} to {} profiled: {:.1f} ms a step, computing {}, communicating {}, waiting {}"
-        return said.format(self.steps[0], self.last, each, *shares)
+        return said.format(self.steps[0], self.steps[-1], each, *shares)
 
 
 def times(events: Sequence[Any]) -> tuple[float, float, float]:

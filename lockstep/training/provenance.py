@@ -1,6 +1,7 @@
 """What a history and a dump record of a run before it begins, and what the strategy's library was told, in a file beside the history."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from lockstep.ground import origin
@@ -13,28 +14,26 @@ from lockstep.plan.config import Config
 from lockstep.training.observe import versions
 
 
-def require_told_alike(sha256: str | None) -> None:
+def require_told_alike(about: dict[str, Any]) -> None:
     """Ranks that a launcher starts read a user's file each for itself."""
-    if len(set(gather_objects(sha256))) > 1:
+    if len(set(gather_objects(about.get("told_sha256")))) > 1:
         raise TrainingFailure(
             "ranks were given different configurations of the strategy's library; give the same file on every machine"
         )
 
 
-def write_told(config: Config, inputs: Inputs) -> None:
+def write_told(path: Path, told: str) -> None:
     """Put what the library was told beside the history, in the place of an older run's."""
-    text = config.spec.told(config, inputs.architecture)
-    if text:
-        write_text(config.told_path, text)
+    if told:
+        write_text(path, told)
     else:
-        config.told_path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def provenance(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What a history and a dump record of a run before it begins."""
-    text = config.spec.told(config, inputs.architecture)
+def provenance(config: Config, inputs: Inputs, told: str = "") -> dict[str, Any]:
+    """What a history and a dump record of a run before it begins; `told` is what its library is."""
     return {
-        **({"told_sha256": hashlib.sha256(text.encode()).hexdigest()} if text else {}),
+        **({"told_sha256": hashlib.sha256(told.encode()).hexdigest()} if told else {}),
         "label": config.label,
         "mesh": config.mesh.sizes,
         "config": config.recorded(),

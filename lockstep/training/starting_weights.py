@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 def initial_model(
-    config: Config, inputs: Inputs, rank: int
+    config: Config, inputs: Inputs, source: str
 ) -> tuple["PreTrainedModel", dict[str, str] | None]:
-    """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's."""
+    """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's.
+
+    `source` says where the weights come from.
+    """
 
     def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
         return build_model(
@@ -38,20 +41,14 @@ def initial_model(
     written = config.written_weights
     if written is not None:
         with stopping_together():
-            if rank == 0:
+            if dist.get_rank() == 0:
                 model, _ = build(path)
-                weights.save(
-                    written,
-                    model,
-                    inputs.architecture,
-                    initial_weights.origin(config),
-                    overwrite=config.overwrite,
-                )
+                weights.save(written, model, inputs.architecture, source, overwrite=config.overwrite)
                 _say(config, f"Saved initial weights to {written}")
         path = written
     with stopping_together():  # a file need not be there on every machine
         model, sums = build(path)
-    if path and rank == 0:
+    if path and dist.get_rank() == 0:
         _say(config, f"Loaded initial weights from {path}")
     if config.noise_control:
         weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)

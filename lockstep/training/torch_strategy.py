@@ -283,20 +283,17 @@ class TorchStrategy:
         return state_kinds(self.optimizer)
 
     def effective_contract(self) -> dict[str, Any]:
+        mesh, average, cuts = self.geometry().mesh, self.average, self.divided()
         found = {
             **torch_contract(self.model, self.optimizer, self.config.optimizer),
             **(
-                {"average_dtype": sorted({str(one.dtype) for one in self.average.averages.values()})}
-                if self.average is not None
+                {"average_dtype": sorted({str(one.dtype) for one in average.averages.values()})}
+                if average
                 else {}
             ),
             "max_grad_norm": self.config.max_grad_norm,
             "gradient_accumulation_steps": self.num_micro_batches,
-            "loss_is_mean_over": [
-                self.num_tokens * self.geometry().mesh.cp,
-                self.num_micro_batches,
-                self.geometry().mesh.dp,
-            ]
+            "loss_is_mean_over": [self.num_tokens * mesh.cp, self.num_micro_batches, mesh.dp]
             if self._divided_by is None
             else [int(self._divided_by)],
             **({"also_called_with": list(self._handed_on)} if self.config.samples.further else {}),
@@ -304,19 +301,22 @@ class TorchStrategy:
                 {str(self._reduction_dtype(parameter)) for parameter in self.parameters}
             ),
             **({"sharding": self.sharding()} if self.config.spec.sharding(self.config) else {}),
+            **({"cuts": cuts} if cuts else {}),
         }
-        cuts: dict[str, Any] = {}
         if self.context is not None:
             found["attention"] = context_parallel.KERNEL
-            cuts["cp"] = self.context.contract()
         if self.pipeline is not None:
-            cuts["pp"] = self.pipeline.contract()
             found["tied_embeddings"] = self.pipeline.tied
             found["weight_decay"] = {
                 rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
                 for rate, names in found["weight_decay"].items()
             }
-        return {**found, "cuts": cuts} if cuts else found
+        return found
+
+    def divided(self) -> dict[str, Any]:
+        """Axis -> how it divides samples or the model, read back from live objects: what the `cuts` of its spec expect."""
+        live = {"cp": self.context, "pp": self.pipeline}
+        return {axis: one.contract() for axis, one in live.items() if one is not None}
 
     def sharding(self) -> dict[str, Any]:
         """What is sharded and how gradients are reduced, read back from the live module: for a spec that has `sharding`."""

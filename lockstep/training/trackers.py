@@ -10,13 +10,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.ground.collective import stopping_together
 from lockstep.ground.errors import UserError, first_line
-from lockstep.plan.config import Config
 
 PROJECT = "lockstep"  # of Weights & Biases, and the experiment of MLflow, unless their environment variables name another
 
@@ -91,13 +90,13 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow"
 
 
 class Trackers:
-    """The trackers of a run, all of which are told the same. Their errors are raised as UserError."""
+    """The trackers of a run of this name, all of which are told the same. Their errors are raised as UserError."""
 
-    def __init__(self, config: Config, name: str, *, lead: bool = True):
+    def __init__(self, trackers: Iterable[str], name: str, folder: Path, about: dict[str, Any]):
         self._all: dict[str, Any] = {}
-        for each in config.report_to if lead else ():
+        for each in trackers:
             with _named(each):
-                self._all[each] = TRACKERS[each](name, config.loss_output_dir, config.recorded())
+                self._all[each] = TRACKERS[each](name, folder, about)
 
     def tell(self, say: Callable[[Any], object]) -> None:
         for name, each in self._all.items():
@@ -122,10 +121,10 @@ def _named(tracker: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracking(config: Config, *, lead: bool) -> Iterator[Trackers]:
-    """The trackers of a training run, on the `lead` rank; others have none. Collective at its begin and its end."""
+def tracking(names: Iterable[str], history: Path, about: dict[str, Any]) -> Iterator[Trackers]:
+    """The trackers of a training run with this history; only rank 0 names any. Collective at its begin and its end."""
     with stopping_together():
-        trackers = Trackers(config, config.history_path.stem.removeprefix("loss_"), lead=lead)
+        trackers = Trackers(names, history.stem.removeprefix("loss_"), history.parent, about)
     try:
         yield trackers
     except BaseException:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.dumps.history import History
+from lockstep.plan.config import tokens_per_step
 from lockstep.plan.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
@@ -136,7 +137,8 @@ def floors(run: dict, steps: Sequence[dict]) -> list[float]:
         noise = (loss_noise(run, first, loss, tokens, ulps=ulps) for loss in ranks)
         return math.hypot(*noise) / math.sqrt(len(ranks))
 
-    return [of_step(step.get("independent_tokens") or tokens_per_step(run["config"])) for step in steps]
+    tokens = tokens_per_step(run["config"])
+    return [of_step(step.get("independent_tokens") or tokens) for step in steps]
 
 
 def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
@@ -157,16 +159,6 @@ def rule_and_noise(baseline: History) -> tuple[Rule | None, Noise, Noise]:
         rule,
         Noise("loss", floor, first, 100, 64, " nats"),
         Noise("gradient norm", norm, 8 * norm, 250, 250, " of it"),
-    )
-
-
-def tokens_per_step(config: dict) -> int:
-    """Tokens of a global batch."""
-    return (
-        config["dp_size"]
-        * config["batch_size"]
-        * config["gradient_accumulation_steps"]
-        * config["seq_length"]
     )
 
 

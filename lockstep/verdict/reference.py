@@ -40,6 +40,7 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.plan import command_line, initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
+from lockstep.plan.mesh import Mesh
 from lockstep.training import preflight
 from lockstep.training.optim import (
     AnyOptimizer,
@@ -189,7 +190,7 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         (name, parameter.detach().to(config.parameter_dtype)) for name, parameter in model.named_parameters()
     )
     initial_sha256 = weights.combined_sha256(weights.checksums(initial))
-    capture = _capture(config, inputs, "reference", model, initial_sha256)
+    capture = _capture(config, inputs, "reference", initial_sha256)
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
@@ -237,9 +238,7 @@ def replay(
     sizes = {key: own[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
     config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=own["dp_size"], **sizes)
     strategy.config = config
-    capture = _capture(
-        config, inputs, f"replay_{folder.name}", strategy.model, reference.manifest["initial_sha256"]
-    )
+    capture = _capture(config, inputs, f"replay_{folder.name}", reference.manifest["initial_sha256"])
     capture.kinds = tuple(kind for kind in capture.kinds if kind != "average")
     strategy.renew_optimizer()
     for index in range(first, len(theirs.steps)):
@@ -266,18 +265,11 @@ def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
     )
 
 
-def _capture(
-    config: Config, inputs: Inputs, name: str, model: torch.nn.Module, initial_sha256: str
-) -> Capture:
-    alone = dataclasses.replace(
-        config,
-        run_name=name,
-        num_workers=1,
-        dp_size=1,
-        batch_size=inputs.batches.windows_per_step,
-        gradient_accumulation_steps=1,
-    )
-    capture = Capture(alone, model, {**provenance(config, inputs), "label": LABEL, "exact": True})
+def _capture(config: Config, inputs: Inputs, name: str, initial_sha256: str) -> Capture:
+    """Of one process, which computes the global batch."""
+    assert config.capture_dir is not None, "`main` asks for it"
+    about = {**provenance(config, inputs), "label": LABEL, "exact": True}
+    capture = Capture(about, Mesh(), config.capture_dir / name, [(0, config.seq_length)])
     capture.manifest["initial_sha256"] = initial_sha256
     return capture
 
