@@ -18,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ from lockstep.dumps import manifest, step_file
 from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
 from lockstep.dumps.placement import Placement
 from lockstep.dumps.trace import layout_of, named_outputs, watched
-from lockstep.ground.blocks import Runs, blocks
+from lockstep.ground.blocks import Called, Held, Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
@@ -58,11 +58,11 @@ class Captured(Protocol):
     @property
     def loss_shares(self) -> int: ...
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+    def held(self, kind: str) -> Held: ...
 
     def state_kinds(self) -> list[str]: ...
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
+    def called(self) -> Called: ...
 
 
 class Capture:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.blocks import Called, Held
 from lockstep.ground.errors import UserError
 from lockstep.inputs.samples import IGNORED, Samples
 from lockstep.plan import strategies
@@ -63,7 +64,7 @@ class Strategy(Protocol):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole CPU tensor) of every parameter, gathered over all axes, one at a time; tied tensors once."""
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    def held(self, kind: str) -> Held:
         """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
 
         `kind` is "gradient" (between `forward_backward` and `update`), "parameter", one of `state_kinds` or, with --ema_decay,
@@ -73,7 +74,7 @@ class Strategy(Protocol):
     def state_kinds(self) -> list[str]:
         """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self) -> Called:
         """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
 
     def effective_contract(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from lockstep.dumps.layout import Choice
 from lockstep.dumps.manifest import REFERENCE_LABEL as LABEL
 from lockstep.dumps.trace import layout_of
 from lockstep.ground import files, locks
+from lockstep.ground.blocks import Called, Held
 from lockstep.ground.collective import init_alone
 from lockstep.ground.errors import TrainingFailure, UserError, run_program
 from lockstep.inputs import weights
@@ -150,7 +151,7 @@ class ReferenceStrategy:
         }  # NaN, if one is
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self) -> Called:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def grad_norm(self) -> float:
@@ -167,7 +168,7 @@ class ReferenceStrategy:
             self.average.update()
         return grad_norm
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    def held(self, kind: str) -> Held:
         return held_whole(self.model, self.optimizer, kind, self.average)
 
 
