@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import origin
+from lockstep.ground.blocks import Called, Held
 from lockstep.ground.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
@@ -321,7 +322,7 @@ class AutoTPStrategy:
     def state_kinds(self) -> list[str]:
         return [] if self.config.optimizer == "sgd" else ["exp_avg", "exp_avg_sq"]
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    def held(self, kind: str) -> Held:
         """As in the protocol. A shard is whole over dp, as DeepSpeed's safe_get_full_* return it, and cut over tp."""
         if kind not in ("parameter", "gradient", *self.state_kinds()):
             return
@@ -370,7 +371,7 @@ class AutoTPStrategy:
             parts.append(part)
         return torch.cat(parts, dim=dim)
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self) -> Called:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def effective_contract(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from lockstep.ground.files import (
     write_result,
 )
 from lockstep.ground.flags import Parser
+from lockstep.ground.words import in_markdown
 from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Spec, history_file
 from lockstep.plan.strategies import others, recorded, spec_of
 
@@ -311,8 +312,7 @@ def differ(one: "Dump", other: "Dump") -> bool:
 
 
 def table(rows: list[dict]) -> list[str]:
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return [*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]
+    return in_markdown([COLUMNS, *map(cells, rows)])
 
 
 def cells(row: dict) -> list[str]:

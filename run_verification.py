@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from lockstep.ground import files, locks, processes, progress, startup
 from lockstep.ground.errors import UserError, printable, run_program
 from lockstep.ground.flags import Parser
+from lockstep.ground.words import in_columns
 from lockstep.inputs import architectures
 from lockstep.plan import command_line, initial_weights, resources
 from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Config, history_file
@@ -357,11 +358,7 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
             cells[3] = f"{run.nearest:.2g} ({len(run.judged)} tensors)"
             outcomes.append("FAIL" if result.has_failed(name) else result.verdict(name))
         rows.append((*cells, worst(outcomes) if outcomes else ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), 300)
-        for row in rows
-    ]
+    return in_columns(rows)
 
 
 def explanations(judged: "Judged", result: "Result | None") -> list[str]:

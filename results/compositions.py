@@ -8,6 +8,7 @@ from extras.studies import study as study_file
 from extras.studies.options_report import REFUSALS
 from extras.studies.report import DID_NOT_RUN
 from lockstep.ground.files import write_text
+from lockstep.ground.words import in_markdown
 from lockstep.verdict.loss_curves import PASS
 
 HERE = Path(__file__).parent
@@ -43,10 +44,7 @@ def page(contents: dict[str, dict]) -> str:
             f"`run_study.py studies/{name}.toml`, {len(content['runs'])} runs.",
             "",
         ]
-        lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-        for row in rows:
-            cells = [NO.get(cell, cell) for cell in row[1:]]
-            lines.append(f"| {' | '.join([row[0], *cells])} |")
+        lines += in_markdown([head, *([row[0], *(NO.get(cell, cell) for cell in row[1:])] for row in rows)])
         lines += [
             "",
             "The others, with the reason (a larger choice with one of these inside has the same):",

@@ -15,6 +15,7 @@ from extras.studies.study import Planned, Study
 from lockstep.dumps import history
 from lockstep.ground.errors import TrainingFailure, UserError, printable
 from lockstep.ground.files import write_atomically
+from lockstep.ground.words import in_columns
 from lockstep.page import payload
 from lockstep.page.writing import write as write_page
 from lockstep.plan import rates
@@ -45,7 +46,7 @@ class SeveralSeeds:
         failed = training.train_alike(flat, self.place, note=report.note)
         found = rows(self.study, self.told, self.planned, failed)
         said = write(self.study, self.told, self.planned, found, self.place, command)
-        print(f"\n{report.text(table(found))}\n\n{said}\n")
+        print("", *in_columns(table(found)), "", said, "", sep="\n")
         report.tell_figure(self.place)
         return good(found)
 

@@ -10,6 +10,7 @@ from extras.studies.study import Planned, Study, Vary
 from extras.studies.variations import Case, Group
 from lockstep.dumps import history
 from lockstep.ground.errors import LIBRARY_REFUSES, printable
+from lockstep.ground.words import in_columns
 from lockstep.verdict.loss_curves import PASS
 
 REFUSED_BY_US, REFUSED_BY_LIBRARY = "refused by Lockstep", "refused by the library"
@@ -46,7 +47,7 @@ class VariedOptions:
             rows += results(group, planned, found, refused)
             machine = report.provenance(planned[0])
             write(self.study, rows, self.place, command, machine)  # what is known so far
-        print(f"\n{report.text(table(self.study, rows))}\n")
+        print("", *in_columns(table(self.study, rows)), "", sep="\n")
         print(f"Report  {printable(self.place / 'report.md')}")
         return good(rows)
 

@@ -14,6 +14,7 @@ from lockstep.dumps.history import History
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.files import write_text
+from lockstep.ground.words import in_columns, in_markdown
 from lockstep.page import verification
 from lockstep.page.payload import Page, View
 from lockstep.page.writing import write as write_page
@@ -56,7 +57,7 @@ class SingleRuns:
                 training.reference(planned, place)
         found = rows(study, planned, failed, place)
         write(study, planned, found, place, command)
-        print(f"\n{text(table(study, found))}\n")
+        print("", *in_columns(table(study, found)), "", sep="\n")
         for row in found:
             if row.get("why"):
                 print(f"{row['run']}: {row['outcome']}: {printable(row['why'], 400)}")
@@ -360,16 +361,6 @@ def table(study: Study, found: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def text(lines: list[list[str]]) -> str:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        printable(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), 300
-        )
-        for line in lines
-    )
-
-
 def provenance(control: Planned) -> dict[str, Any]:
     """What the control's history records of libraries and machine."""
     run = history.read(control.config.history_path).run
@@ -383,12 +374,6 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
         f"Made by `{printable(command, 400)}`, commit {printable(origin['commit'])}, on {origin['cores']} cores of "
         f"{printable(origin['cpu'])}, with {printable(libraries, 400)}."
     )
-
-
-def in_markdown(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the head first."""
-    head, *rest = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)]
 
 
 def publish(
@@ -414,7 +399,12 @@ def publish(
     whole = {"title": study.title, "command": command, **machine, "good": passed, **content, "runs": rows}
     write_text(place / "report.json", json.dumps(whole, indent=1) + "\n")
     about, made = [study.about.strip()] if study.about else [], made_by(command, machine)
-    parts = [f"# {study.title}", *about, made, "\n".join(in_markdown(table))]
+    parts = [
+        f"# {study.title}",
+        *about,
+        made,
+        "\n".join(in_markdown([[cell.replace("|", "\\|") for cell in line] for line in table])),
+    ]
     write_text(place / "report.md", "\n\n".join(parts) + "\n" + "\n".join(further) + "\n")
     outcome = PASS if passed else FAIL
     write_listing(

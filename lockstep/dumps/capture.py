@@ -18,7 +18,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ from lockstep.dumps import manifest, step_file
 from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
 from lockstep.dumps.placement import Placement
 from lockstep.dumps.trace import layout_of, named_outputs, watched
-from lockstep.ground.blocks import Runs, blocks
+from lockstep.ground.blocks import Called, Held, Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
@@ -50,19 +50,28 @@ Returned = TypeVar("Returned")
 
 
 class Captured(Protocol):
-    """What a capture needs of a strategy; see lockstep/training/strategy.py."""
+    """What a capture needs of a strategy: a part of lockstep/training/strategy.py. All methods are collective."""
 
     @property
-    def model(self) -> "PreTrainedModel": ...
+    def model(self) -> "PreTrainedModel":
+        """The model, sharded or not, under Hugging Face names."""
 
     @property
-    def loss_shares(self) -> int: ...
+    def loss_shares(self) -> int:
+        """Divide the gradients of a rank's activations by this to get those of the mean loss of the global batch."""
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]: ...
+    def held(self, kind: str) -> Held:
+        """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
 
-    def state_kinds(self) -> list[str]: ...
+        `kind` is "gradient" (between `forward_backward` and `update`), "parameter", one of `state_kinds` or, with --ema_decay,
+        "average".
+        """
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]: ...
+    def state_kinds(self) -> list[str]:
+        """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
+
+    def called(self) -> Called:
+        """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
 
 
 class Capture:
@@ -172,18 +181,7 @@ class Capture:
             self._see_state()
         for kind in self.kinds[1:] if updated else ():
             self._write_held(kind)
-        fields = (
-            "loss",
-            "rank_losses",
-            "grad_norm",
-            "learning_rate",
-            "batch_hash",
-            "independent_tokens",
-            "started_from",
-            "regrets",
-            "lowered",
-        )
-        self._close({key: record[key] for key in fields if key in record})
+        self._close({key: record[key] for key in manifest.Trained.model_fields if key in record})
 
     def _see_state(self) -> None:
         """What an optimizer of the user's choice keeps of parameters, after its first step."""

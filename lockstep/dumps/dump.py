@@ -200,8 +200,8 @@ class Dump:
             places[name] = (8 + length + said["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         return places
 
-    def blocks(self, step: int, name: str, num_elements: int, buffer: np.ndarray) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in flat blocks of `num_elements`, read into `buffer` (bytes); verify its checksum.
+    def blocks(self, step: int, name: str, num_elements: int) -> Iterator[torch.Tensor]:
+        """Yield a tensor's elements in flat blocks of `num_elements`, each good until the next; verify its checksum.
 
         Raises UserError after the last block if the bytes are not those that were written.
         """
@@ -209,11 +209,12 @@ class Dump:
         offset, dtype, shape = self._places[step][name]
         itemsize, total, first = ITEMSIZE[dtype], 0, 0
         left = math.prod(shape) * itemsize
+        buffer = np.empty(min(left, num_elements * itemsize), dtype=np.uint8)
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(offset)
                 while left:
-                    piece = buffer[: min(left, num_elements * itemsize)]
+                    piece = buffer[:left]
                     got = 0
                     while got < len(piece):
                         got += file.readinto(piece[got:].data) or self._cut_off(path, name)
@@ -241,12 +242,8 @@ class Dump:
         if not self.has(step, name):
             raise UserError(f"{self.folder}: step {step} has no {name}; {REMEDY}")
         _, dtype, shape = self._places[step][name]
-        size = math.prod(shape)
         whole = torch.empty(shape, dtype=TORCH[dtype])
-        buffer = np.empty(size * ITEMSIZE[dtype], dtype=np.uint8)
-        for block in self.blocks(
-            step, name, max(size, 1), buffer
-        ):  # read to the end, where the checksum is verified
+        for block in self.blocks(step, name, max(whole.numel(), 1)):  # to the end: the checksum is verified
             whole = block.reshape(shape)
         return whole
 

@@ -1,15 +1,19 @@
 """Where a part of a tensor, such as the shard of a DTensor, lies in the whole: runs of consecutive places along each dim."""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-Runs = list[
-    tuple[int, int]
-]  # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
+# (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
+Runs = list[tuple[int, int]]
+# (name, block, shape of the full tensor, start of the block in it), of the blocks that a rank holds
+Held = Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]
+# Modules, and where among the arguments of each the parts of a batch are: a name or a place
+Called = list[tuple[torch.nn.Module, dict[str, str | int]]]
 
 
 def runs_of(places: list[int]) -> Runs:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.ground import user_file
+from lockstep.ground.blocks import Held
 from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.plan.config import BETAS, EPS, OPTIMIZERS
 
@@ -220,7 +221,7 @@ def held_whole(
     optimizer: AnyOptimizer,
     kind: str,
     average: WeightAverage | None = None,
-) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+) -> Held:
     """What `Strategy.held` yields if every rank holds whole tensors."""
     for name, tensor in held_tensors(model, optimizer, kind, average):
         yield name, tensor, tuple(tensor.shape), (0,) * tensor.ndim

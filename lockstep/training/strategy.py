@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep.dumps.capture import Captured
 from lockstep.ground.errors import UserError
 from lockstep.inputs.samples import IGNORED, Samples
 from lockstep.plan import strategies
@@ -27,20 +28,12 @@ class Optimizer(Protocol):
         """As in torch; the learning rate is `lr`."""
 
 
-class Strategy(Protocol):
-    """What a strategy must do. All methods are collective: every rank calls them, in the same order."""
-
-    @property
-    def model(self) -> "PreTrainedModel":
-        """The model, sharded or not, under Hugging Face names."""
+class Strategy(Captured, Protocol):
+    """What a strategy must do, beside what `Captured` lists. All methods are collective: every rank calls them, in the same order."""
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer that `update` steps."""
-
-    @property
-    def loss_shares(self) -> int:
-        """Divide the gradients of a rank's activations by this to get those of the mean loss of the global batch."""
 
     def geometry(self) -> Geometry:
         """The mesh and this rank's coordinates, read back from the live groups."""
@@ -63,19 +56,6 @@ class Strategy(Protocol):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole CPU tensor) of every parameter, gathered over all axes, one at a time; tied tensors once."""
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
-        """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
-
-        `kind` is "gradient" (between `forward_backward` and `update`), "parameter", one of `state_kinds` or, with --ema_decay,
-        "average".
-        """
-
-    def state_kinds(self) -> list[str]:
-        """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
-
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
-        """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
-
     def effective_contract(self) -> dict[str, Any]:
         """What the run really runs with, read back from live objects after the first step (lockstep/training/observe.py)."""
 
@@ -84,9 +64,8 @@ def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
     """Raise UserError unless the class of a user's strategy has all methods of the protocol, and takes `further` inputs."""
     own = strategies.load(spec.factory)
     steps = getattr(own, "forward_backward", None)
-    methods = [
-        name for name, member in vars(Strategy).items() if not name.startswith("_") and callable(member)
-    ]
+    listed = {**vars(Strategy), **vars(Captured)}
+    methods = [name for name, member in listed.items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not hasattr(own, name)]
     if not isinstance(own, type) or missing:
         what = f"has no {', '.join(missing)}" if isinstance(own, type) else "is no class"

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.ground.blocks import pieces
+from lockstep.ground.blocks import Called, Held, pieces
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan.config import Config
@@ -172,7 +172,7 @@ class TorchStrategy:
                 mean += self.pipeline.step(input_ids, labels, **given)
         return mean
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self) -> Called:
         """See `lockstep.training.strategy.Strategy`."""
         samples = self.config.samples
         if self.pipeline is None:
@@ -273,7 +273,7 @@ class TorchStrategy:
             whole = cast(DTensor, whole.to(self.device)).full_tensor()
         return whole
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    def held(self, kind: str) -> Held:
         for name, tensor in held_tensors(self.model, self.optimizer, kind, self.average):
             name = self.pipeline.renamed.get(name, name) if self.pipeline else name
             for start, piece in pieces(tensor.detach()):

@@ -18,7 +18,7 @@ from lockstep.plan import rates
 from lockstep.plan.config import BETAS, EPS
 from lockstep.training.optim import decays
 
-# elements: all blocks of a comparison stay in the cache, and BLAS starts no threads for so few
+# elements: all blocks of a comparison stay in the cache, BLAS starts no threads for so few, and memory for them is not asked of the system
 BLOCK = 1 << 13
 
 
@@ -109,57 +109,39 @@ class _Sums:
 
 
 class _Comparison:
-    """Sums of one tensor of one dump against its reference."""
+    """One tensor of one dump against its reference, summed up block by block."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: _Sums | None = None):
         self.error, self.own_square, self.error_along = _Sums(), 0.0, 0.0
+        self.wanted, self._shared = wanted or _Sums(), wanted is not None
+        self.change: _Sums | None = None  # what it should show, if that is not itself
+        self.terms = _Sums()
 
-    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray, spare: np.ndarray) -> None:
-        """`change` is what the tensor should show. `spare`, of the same length, is overwritten with the difference."""
-        self.error.add(np.subtract(values, exact, out=spare))
-        self.error_along += float(np.dot(spare, change))
+    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray | None = None) -> None:
+        """A block of both; `change` is what the tensor should show, if that is not itself."""
+        error = values - exact
+        self.error.add(error)
+        self.error_along += float(np.dot(error, exact if change is None else change))
         self.own_square += float(np.dot(values, values))
+        if not self._shared:
+            self.wanted.add(exact)
+        if change is not None:
+            self.change = self.change or _Sums()
+            self.change.add(change)
 
-    def distance(self, reference: _Sums, change: _Sums, terms: _Sums | None = None) -> Distance:
+    def distance(self) -> Distance:
         own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
+        change = self.change or self.wanted
         scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
-        error, size, shown = self.error.result(), reference.result(), change.result()
-        return Distance(
-            error=error.norm,
-            largest_error=error.largest,
-            norm=size.norm,
-            largest=size.largest,
-            own_norm=own,
-            change=shown.norm,
-            largest_change=shown.largest,
-            scale=scale,
-            terms=Size(0.0, 0.0) if terms is None else terms.result(),
-        )
-
-
-_arrays: dict[str, np.ndarray] = {}
-
-
-def _array(name: str, length: int) -> np.ndarray:
-    """A float64 array, used again for every block: fresh memory would cost more than the arithmetic."""
-    if name not in _arrays:
-        _arrays[name] = np.empty(BLOCK)
-    return _arrays[name][:length]
+        error, size, shown = self.error.result(), self.wanted.result(), change.result()
+        return Distance(*error, *size, own, *shown, scale, self.terms.result())
 
 
 def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
-    """The float64 blocks of several tensors of one size, side by side. Good until the next ones are asked for."""
-    readers = [
-        dump.blocks(step, name, BLOCK, _array(f"raw {number}", BLOCK).view(np.uint8))
-        for number, (dump, step, name) in enumerate(sources)
-    ]
+    """The float64 blocks of several tensors of one size, side by side."""
+    readers = (dump.blocks(step, name, BLOCK) for dump, step, name in sources)
     for blocks in zip(*readers, strict=True):
-        wide = []
-        for number, block in enumerate(blocks):
-            array = _array(f"wide {number}", len(block))
-            torch.from_numpy(array).copy_(block)
-            wide.append(array)
-        yield wide
+        yield [block.to(torch.float64, copy=True).numpy() for block in blocks]
 
 
 @dataclass
@@ -193,14 +175,11 @@ def size_of(tensor: torch.Tensor) -> Size:
 @QUIET
 def distance_of_pieces(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Distance:
     """The same of flat pieces of (the tensor, the reference, what was before if that counts)."""
-    found, wanted, change = _Comparison(), _Sums(), _Sums()
+    found = _Comparison()
     for blocks in pieces:
         values, exact, *old = (block.double().numpy() for block in blocks)
-        shown = exact - old[0] if old else exact
-        found.add(values, exact, shown, np.empty_like(values))
-        wanted.add(exact)
-        change.add(shown)
-    return found.distance(wanted, change)
+        found.add(values, exact, exact - old[0] if old else None)
+    return found.distance()
 
 
 def distance_of_numbers(own: float, reference: float) -> Distance:
@@ -212,30 +191,24 @@ def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> M
     """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
     distinct = list(dict.fromkeys(references[run] for run in dumps))
-    places = [distinct.index(references[run]) for run in dumps]
     wanted, same = [_Sums() for _ in distinct], True
-    found, apart = [_Comparison() for _ in dumps], [_Sums() for _ in dumps]
+    places = [distinct.index(references[run]) for run in dumps]
+    found, apart = [_Comparison(wanted[place]) for place in places], [_Sums() for _ in dumps]
     for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps.values()]]):
         exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
-        spare = _array("spare", len(values[0]))
         for sums, block in zip(wanted, exact, strict=True):
             sums.add(block)
         for index, own in enumerate(values):
-            found[index].add(own, exact[places[index]], exact[places[index]], spare)
+            found[index].add(own, exact[places[index]])
             if index:
-                apart[index].add(np.subtract(own, values[0], out=spare))
+                apart[index].add(own - values[0])
         if same and len(values) > 1:
             same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
-    distances = [
-        each.distance(wanted[place], wanted[place]) for each, place in zip(found, places, strict=True)
-    ]
+    distances = dict(zip(dumps, (each.distance() for each in found), strict=True))
     if name.startswith("batch/"):
-        for run, distance in zip(dumps, distances, strict=True):
+        for run, distance in distances.items():
             distance.unequal = _unequal(dumps[run].tensor(step, name), references[run].tensor(step, name))
-    differences = [each.result() for each in apart]
-    return Measured(
-        dict(zip(dumps, distances, strict=True)), dict(zip(dumps, differences, strict=True)), same
-    )
+    return Measured(distances, dict(zip(dumps, (each.result() for each in apart), strict=True)), same)
 
 
 def _unequal(own: torch.Tensor, reference: torch.Tensor) -> str:
@@ -267,41 +240,25 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     if adamw and step > 1:
         sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
     found = {kind: _Comparison() for kind in kinds}
-    wanted, change = {kind: _Sums() for kind in kinds}, _Sums()
-    terms = {kind: _Sums() for kind in kinds}
     b1, b2 = BETAS
     for gradient, old, *rest in _blocks(sources):
-        spare, moments = _array("spare", len(old)), rest[len(kinds) :]
         gradient *= clip
-        exact = {}
+        own, moments = rest[: len(kinds)], rest[len(kinds) :]
+        exact, change = [], gradient
         if adamw:
-            exact["exp_avg"] = m = _array("m", len(old))
-            exact["exp_avg_sq"] = v = _array("v", len(old))
-            np.multiply(gradient, 1 - b1, out=m)
-            np.multiply(np.square(gradient, out=v), 1 - b2, out=v)
+            m, v = gradient * (1 - b1), np.square(gradient) * (1 - b2)
+            kept = moments[0] * b1 if moments else np.zeros(0)
             if moments:
-                kept = np.multiply(moments[0], b1, out=_array("kept", len(old)))
-                terms["exp_avg"].add(kept)
-                m += kept
-                v += np.multiply(moments[1], b2, out=spare)
-            np.sqrt(np.multiply(v, 1 / (1 - b2**step), out=spare), out=spare)
-            spare += EPS
-            np.divide(m, spare, out=gradient)
-            gradient *= 1 / (1 - b1**step)
+                m, v = m + kept, v + moments[1] * b2
+            root = np.sqrt(v * (1 / (1 - b2**step))) + EPS
             if moments:
-                kept *= rate / (1 - b1**step)
-                terms["parameter"].add(np.divide(kept, spare, out=kept))
-        gradient *= -rate
-        gradient -= np.multiply(old, rate * decay, out=spare)
-        change.add(gradient)
-        exact["parameter"] = np.add(gradient, old, out=old)
-        for kind, values in zip(kinds, rest, strict=False):
-            wanted[kind].add(exact[kind])
-            found[kind].add(values, exact[kind], gradient if kind == "parameter" else exact[kind], spare)
-    return {
-        kind: comparison.distance(wanted[kind], change if kind == "parameter" else wanted[kind], terms[kind])
-        for kind, comparison in found.items()
-    }
+                found["exp_avg"].terms.add(kept)
+                found["parameter"].terms.add(kept * (rate / (1 - b1**step)) / root)
+            exact, change = [m, v], m / root * (1 / (1 - b1**step))
+        change = change * -rate - old * (rate * decay)
+        for kind, values, right in zip(kinds, own, [*exact, change + old], strict=True):
+            found[kind].add(values, right, change if kind == "parameter" else None)
+    return {kind: comparison.distance() for kind, comparison in found.items()}
 
 
 @QUIET
@@ -315,23 +272,19 @@ def own_update_distances(
         if name in shapes
     }
     before = initial if step == 1 else dump
-    own, wanted, change, key = _Comparison(), _Sums(), _Sums(), f"parameter/{name}"
+    own, key = _Comparison(), f"parameter/{name}"
     for old, exact, values in _blocks([(before, step - 1, key), (replay, step, key), (dump, step, key)]):
-        wanted.add(exact)
-        np.subtract(exact, old, out=old)
-        change.add(old)
-        own.add(values, exact, old, _array("spare", len(old)))
-    return {**found, "parameter": own.distance(wanted, change)}
+        own.add(values, exact, exact - old)
+    return {**found, "parameter": own.distance()}
 
 
 @QUIET
 def frozen_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
     """A parameter that is not trained, after a step, against what it was before the first."""
-    found, wanted = _Comparison(), _Sums()
+    found = _Comparison()
     for first, now in _blocks([(initial, 0, f"parameter/{name}"), (dump, step, f"parameter/{name}")]):
-        wanted.add(first)
-        found.add(now, first, first, _array("spare", len(now)))
-    return found.distance(wanted, wanted)
+        found.add(now, first)
+    return found.distance()
 
 
 @QUIET
@@ -342,15 +295,12 @@ def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distanc
     """
     decay = dump.run["config"]["ema_decay"]
     before = (initial, 0, f"parameter/{name}") if step == 1 else (dump, step - 1, f"average/{name}")
-    found, wanted = _Comparison(), _Sums()
+    found = _Comparison()
     for old, new, own in _blocks(
         [before, (dump, step, f"parameter/{name}"), (dump, step, f"average/{name}")]
     ):
-        old *= decay
-        old += np.multiply(new, 1 - decay, out=new)
-        wanted.add(old)
-        found.add(own, old, old, new)
-    return found.distance(wanted, wanted)
+        found.add(own, old * decay + new * (1 - decay))
+    return found.distance()
 
 
 def clip_factor(options: dict, grad_norm: float) -> float:

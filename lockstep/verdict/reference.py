@@ -1,8 +1,6 @@
 """The float64 reference: one process, the global batch, the same initial weights.
 
-    python -m lockstep.reference --capture_dir runs/dumps --init_weights_path runs/init.safetensors ...
-
-takes the flags of train_ddp.py and writes
+`python -m lockstep.reference` writes, beside the dumps of the runs,
 
     runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
     runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
@@ -20,7 +18,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +29,16 @@ from lockstep.dumps.capture import Capture
 from lockstep.dumps.layout import Choice
 from lockstep.dumps.manifest import REFERENCE_LABEL as LABEL
 from lockstep.dumps.trace import layout_of
-from lockstep.ground import files, locks
-from lockstep.ground.collective import init_alone
-from lockstep.ground.errors import TrainingFailure, UserError, run_program
+from lockstep.ground import files
+from lockstep.ground.blocks import Called, Held
+from lockstep.ground.errors import TrainingFailure
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
-from lockstep.plan import command_line, initial_weights, rates
+from lockstep.plan import initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
 from lockstep.plan.mesh import Mesh
-from lockstep.training import preflight
 from lockstep.training.optim import (
     AnyOptimizer,
     WeightAverage,
@@ -56,7 +53,7 @@ from lockstep.training.optim import (
 )
 from lockstep.training.provenance import provenance
 from lockstep.training.strategy import MicroBatch
-from lockstep.verdict import alone, forced, model_check
+from lockstep.verdict import alone, forced
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import Float64, make_exact
@@ -150,7 +147,7 @@ class ReferenceStrategy:
         }  # NaN, if one is
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
-    def called(self) -> list[tuple[torch.nn.Module, dict[str, str | int]]]:
+    def called(self) -> Called:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def grad_norm(self) -> float:
@@ -167,7 +164,7 @@ class ReferenceStrategy:
             self.average.update()
         return grad_norm
 
-    def held(self, kind: str) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    def held(self, kind: str) -> Held:
         return held_whole(self.model, self.optimizer, kind, self.average)
 
 
@@ -320,22 +317,3 @@ def _one_step(
         record["lowered"] = again()
     capture.end(record, updated=not started_from or again is not None)
     return loss
-
-
-def main() -> int:
-    def body() -> int:
-        config = command_line.parse_config(BASELINE)
-        if config.capture_dir is None:
-            raise UserError("--capture_dir is missing; give the folder for the reference's dump")
-        inputs = preflight.load_inputs(config)
-        preflight.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
-        model_check.check(config, inputs)
-        replays = [folder.with_name(f"replay_{folder.name}") for folder in captured(config.capture_dir)]
-        for folder in replays:
-            files.require_new_folder(folder, "--capture_dir", overwrite=config.overwrite)
-        with locks.held((config.capture_dir / "reference", "--capture_dir")):
-            init_alone()
-            print(run(config, inputs))
-        return 0
-
-    return run_program("lockstep.reference", body)
