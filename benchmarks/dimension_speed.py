@@ -25,10 +25,10 @@ from lockstep.ground.files import write_result
 from lockstep.inputs.model import build_model
 from lockstep.plan import command_line
 from lockstep.plan.config import BASELINE
+from lockstep.plan.resources import make_batch_threads
 from lockstep.plan.strategies import SPECS, others
 from lockstep.training import loop as training
 from lockstep.training import preflight
-from lockstep.training.device import make_batch_threads
 from lockstep.training.observe import versions
 from lockstep.training.strategy import factory_of
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from lockstep.dumps import history
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.plan import command_line
+from lockstep.plan.resources import training_device
 from lockstep.plan.strategies import SPECS
 from lockstep.training import loop as training
 from lockstep.training import preflight
-from lockstep.training.device import training_device
 from lockstep.training.strategy import factory_of
 from lockstep.training.torch_strategy import TorchStrategy
 

@@ -18,8 +18,8 @@ from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
 from lockstep.plan import command_line, initial_weights, resources, strategies
 from lockstep.plan.config import Config
+from lockstep.plan.resources import training_device
 from lockstep.training import preflight
-from lockstep.training.device import training_device
 
 if TYPE_CHECKING:
     from lockstep.running.under_ray import MakeTrainer

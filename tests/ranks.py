@@ -76,14 +76,14 @@ def rank(target: str, folder: Path, alone: bool, listener: socket.socket) -> int
     import torch.distributed as dist
 
     from lockstep.ground.collective import init_alone
+    from lockstep.plan import resources
     from lockstep.running import ranks
-    from lockstep.training import device
 
     log = os.open(folder / f"rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    device.make_batch_threads()
+    resources.make_batch_threads()
     if alone:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]

@@ -116,7 +116,7 @@ def test_too_little_text(tmp_path, content, message):
 
 
 def test_where_tokens_are_kept_is_absolute_and_no_part_of_the_experiment(monkeypatch, tmp_path):
-    from lockstep.training.provenance import provenance
+    from lockstep.training.observe import provenance
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = parse_config("ddp", [])

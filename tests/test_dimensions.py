@@ -1,7 +1,7 @@
 """Pipeline, context and sequence parallelism: who has which positions and layers. In real runs: test_combinations.py; what is refused: test_options.py."""
 
 from lockstep.faults import CATALOGUE
-from lockstep.plan import stages
+from lockstep.plan import cuts
 from lockstep.plan.mesh import Mesh, balanced_share, runs
 
 
@@ -22,12 +22,12 @@ def test_every_position_and_every_layer_belongs_to_one_rank():
         ]  # keys that the last query of a piece sees
         assert len(set(work)) == 1
     assert runs([0, 1, 5, 6, 7]) == [[0, 2], [5, 3]] and runs([]) == []
-    for schedule in stages.SCHEDULES:
+    for schedule in cuts.SCHEDULES:
         for size in (2, 4):
-            count = stages.num_stages(schedule, size)
+            count = cuts.num_stages(schedule, size)
             assert sorted(
-                stage for rank in range(size) for stage in stages.stages_of(schedule, rank, size)
+                stage for rank in range(size) for stage in cuts.stages_of(schedule, rank, size)
             ) == list(range(count))
-            units = [unit for stage in range(count) for unit in stages.units_of(stage, count, 8)]
+            units = [unit for stage in range(count) for unit in cuts.units_of(stage, count, 8)]
             assert units == ["embedding", *range(8), "lm_head"]
     assert Mesh.of_options({"dp_size": 2, "tp_size": 4}) == Mesh(dp=2, tp=4)

@@ -58,7 +58,7 @@ def test_a_run_that_broke_down(tmp_path):
 
 
 def test_the_schema_knows_what_a_run_records(tmp_path):
-    from lockstep.training.provenance import provenance
+    from lockstep.training.observe import provenance
 
     config = parse_config(
         "ddp", ["--loss_output_dir", str(tmp_path), "--debug_steps", "1", "--device", "cpu"]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from extras.studies import parting, training
+from extras.studies import training
 from extras.studies.study import Planned, Study, differences
 from lockstep.dumps import history
 from lockstep.dumps.history import History
@@ -25,6 +25,7 @@ from lockstep.verdict import loss_folder as folder
 from lockstep.verdict import loss_report as curve_report
 from lockstep.verdict.loss_curves import FAIL, NOT_JUDGED, PASS
 from lockstep.verdict.loss_folder import Judged
+from lockstep.verdict.loss_tolerance import loss_gap
 
 if TYPE_CHECKING:
     from lockstep.verdict.result import Result
@@ -34,6 +35,7 @@ MEMORY = (
     "On CPUs the peak memory is that of the process, with Python and its libraries (0.3 GiB and more); predicted are the tensors alone, with "
     "buffers that were allocated and never written, which are not resident (docs/memory.md)."
 )
+ENDS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10000)  # of the ranges
 WARM_UP = 3  # steps that are left out of times, if there are more
 
 
@@ -269,6 +271,30 @@ def measured(mine: History, steps_per_epoch: int) -> dict[str, Any]:
     }
 
 
+def ranges(steps: int) -> list[tuple[int, int]]:
+    """(first, last) of the ranges that `steps` steps make."""
+    ends = [*(end for end in ENDS if end < steps), steps]
+    return [(before + 1, end) for before, end in zip([0, *ends], ends, strict=False)]
+
+
+def _largest(one: History, other: History, first: int, last: int) -> float:
+    """The largest difference of the losses (nats) in the steps from `first` to `last`."""
+    pairs = zip(one.steps[first - 1 : last], other.steps[first - 1 : last], strict=True)
+    return max(loss_gap(*pair) for pair in pairs)
+
+
+def parting(pairs: dict[str, tuple[History, History]]) -> list[list[str]]:
+    """A table, the head first: title of a column -> the two runs."""
+    steps = min(len(run.steps) for pair in pairs.values() for run in pair)
+    return [
+        ["steps", *pairs],
+        *(
+            [f"{first} to {last}", *(f"{_largest(*pair, first, last):.1e}" for pair in pairs.values())]
+            for first, last in ranges(steps)
+        ),
+    ]
+
+
 def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]:
     """Lines of a table: where losses part, each run from the one that it is judged by, and that one from its own control run."""
     pairs: dict[str, tuple[History, History]] = {}
@@ -279,7 +305,7 @@ def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]
         if run.name in histories and (run is planned[0] or run.is_base):
             pairs[f"control run of {run.name}"] = (_noise(run), histories[run.name])
     about = "Largest difference of the losses (nats). A control run starts from weights perturbed by one ulp: rounding errors alone do that."
-    return ["", about, "", *in_markdown(parting.lines(pairs))]
+    return ["", about, "", *in_markdown(parting(pairs))]
 
 
 def resources(found: list[dict[str, Any]]) -> list[str]:

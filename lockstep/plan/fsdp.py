@@ -6,9 +6,9 @@ from typing import Any
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.flags import flag, number, true_or_false
-from lockstep.plan import ddp, stages
+from lockstep.plan import ddp
 from lockstep.plan.config import BLUE, Config, Cut, Spec
-from lockstep.plan.cuts import BALANCED
+from lockstep.plan.cuts import BALANCED, LAYERS, SCHEDULES
 
 SYNCS = ddp.SYNCS | {"scatter": ("shards", "all")}
 
@@ -50,7 +50,7 @@ class Options:
     pp_schedule: str = flag(
         "1f1b",
         "order in which the ranks of a pipeline work on their micro batches, as torch.distributed.pipelining has it",
-        choices=tuple(stages.SCHEDULES),
+        choices=tuple(SCHEDULES),
     )
     pp_microbatches: int = flag(
         0,
@@ -64,34 +64,9 @@ class Options:
         choices=("layer", "model"),
     )
 
-    def microbatches(self, batch_size: int) -> int:
-        """The number of micro batches that a pipeline cuts a batch into."""
-        return self.pp_microbatches or batch_size
-
 
 def of(config: Config) -> Options:
     return Options(**config.own)
-
-
-class Pipeline:
-    """How pp divides the layers; see `lockstep.plan.config.Cut`."""
-
-    def require(self, config: Config, architecture: dict) -> None:
-        own = of(config)
-        stages.require(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
-        if config.gradient_accumulation_steps > 1 and own.gradient_sync != "every":
-            raise UserError(
-                f"--pp_size {config.pp_size} --gradient_accumulation_steps {config.gradient_accumulation_steps}: torch's schedules reduce "
-                "gradients at the end of every batch; add --gradient_sync every"
-            )
-        if own.wrap == "model" or own.prefetch:
-            raise UserError(
-                f"--pp_size {config.pp_size}: --wrap model and --prefetch are for a rank with all layers; leave them out"
-            )
-
-    def expected(self, config: Config, architecture: dict) -> dict[str, Any]:
-        own = of(config)
-        return stages.expected(config, architecture, own.pp_schedule, own.microbatches(config.batch_size))
 
 
 @dataclass(frozen=True)
@@ -104,7 +79,7 @@ class FSDP(Spec):
     handles: str = "lockstep.faults.torch_handles:FSDPHandles"
     program: str = "train_fsdp.py"
     options: type = Options
-    cuts: Mapping[str, Cut] = field(default_factory=lambda: {"cp": BALANCED, "pp": Pipeline()}, hash=False)
+    cuts: Mapping[str, Cut] = field(default_factory=lambda: {"cp": BALANCED, "pp": LAYERS}, hash=False)
 
     def require(self, config: Config, architecture: dict) -> None:
         own = of(config)

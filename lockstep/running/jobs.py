@@ -32,9 +32,9 @@ from lockstep.ground.files import read_json
 from lockstep.inputs import architectures
 from lockstep.plan import command_line, resources, strategies
 from lockstep.plan.config import BASELINE, Config, Spec
+from lockstep.plan.resources import training_device
 from lockstep.running import ranks
 from lockstep.training import preflight
-from lockstep.training.device import training_device
 
 NAME = "lockstep.running.jobs"
 REFERENCE = "reference"

@@ -21,8 +21,8 @@ from lockstep.ground.errors import TrainingFailure, UserError, first_line
 from lockstep.inputs.data import Inputs
 from lockstep.plan import strategies
 from lockstep.plan.config import Config, Spec
+from lockstep.plan.resources import share_cores
 from lockstep.running.ray_instance import connect, end_children, import_ray, shutdown
-from lockstep.training.device import share_cores
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer

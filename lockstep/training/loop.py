@@ -18,8 +18,9 @@ import transformers.modeling_utils  # noqa: F401 - the model's module needs it, 
 from lockstep.dumps.capture import Capture
 from lockstep.dumps.history import History
 from lockstep.ground import hang, progress
-from lockstep.ground.collective import stop_together, stopping_together
+from lockstep.ground.collective import gather_objects, stop_together, stopping_together
 from lockstep.ground.errors import TrainingFailure, UserError
+from lockstep.ground.files import write_text
 from lockstep.inputs import weights
 from lockstep.inputs.data import Batches, Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import checkpoint_layers
@@ -29,9 +30,8 @@ from lockstep.plan.mesh import Geometry, Mesh
 from lockstep.training import trackers
 from lockstep.training.agreement import Agreement
 from lockstep.training.listeners import CountedCollectives, GroupNorms, LearningRate, Listener, held_out
-from lockstep.training.observe import demanded, own_peak_memory, peak_memory
+from lockstep.training.observe import demanded, own_peak_memory, peak_memory, provenance
 from lockstep.training.profiled import Profile
-from lockstep.training.provenance import provenance, require_told_alike, write_told
 from lockstep.training.starting_weights import initial_model, live_checksums, require_file_weights
 from lockstep.training.strategy import MakeStrategy, Strategy
 
@@ -61,7 +61,7 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     with stopping_together():  # a file need not be there on every machine
         told = config.spec.told(config, inputs.architecture)
         record = History(provenance(config, inputs, told))
-    require_told_alike(record.run)
+    _require_told_alike(record.run)
     model, file_sums = initial_model(config, inputs, record.run["initial_weights"])
     if config.activation_checkpointing:
         checkpoint_layers(model)
@@ -103,6 +103,14 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
     return f"{config.label}: {len(record.steps)} steps in {took}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {config.history_path}"
 
 
+def _require_told_alike(about: dict[str, Any]) -> None:
+    """Ranks that a launcher starts read a user's file each for itself."""
+    if len(set(gather_objects(about.get("told_sha256")))) > 1:
+        raise TrainingFailure(
+            "ranks were given different configurations of the strategy's library; give the same file on every machine"
+        )
+
+
 def _train(
     config: Config,
     inputs: Inputs,
@@ -134,8 +142,10 @@ def _train(
             )
             record.add(step)
             try:
-                if lead and index == 0:
-                    write_told(config.told_path, told)
+                if lead and index == 0:  # in the place of an older run's
+                    config.told_path.unlink(missing_ok=True)
+                    if told:
+                        write_text(config.told_path, told)
             except UserError as error:
                 problem = str(error)
             problem = _require_finite(step, losses, mesh) or problem

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.ground import origin
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules, shapes
 from lockstep.inputs.data import Inputs
-from lockstep.plan import compiled, rates, strategies
+from lockstep.plan import compiled, initial_weights, rates, strategies
 from lockstep.plan.config import OPTIMIZERS, Config
 from lockstep.plan.contract import expected_contract
 from lockstep.training.optim import (
@@ -265,3 +267,21 @@ def own_peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def provenance(config: Config, inputs: Inputs, told: str = "") -> dict[str, Any]:
+    """What a history and a dump record of a run before it begins; `told` is what its library is."""
+    return {
+        **({"told_sha256": hashlib.sha256(told.encode()).hexdigest()} if told else {}),
+        "label": config.label,
+        "mesh": config.mesh.sizes,
+        "config": config.recorded(),
+        "architecture": inputs.architecture,
+        "architecture_source": inputs.architecture_source,
+        "initial_weights": initial_weights.origin(config),
+        "corpus_sha256": inputs.batches.corpus.sha256,
+        "tokenizer": inputs.batches.corpus.tokenizer_name,
+        "num_steps": inputs.num_steps,
+        "versions": versions(),
+        "origin": origin.about(),
+    }

@@ -1,6 +1,6 @@
 """Pipeline parallelism: every rank along pp has some of the layers, and micro batches pass through the ranks.
 
-Stages are torch's (`torch.distributed.pipelining`), made by hand: which rank has which layers is in stages.py. A rank keeps the model of
+Stages are torch's (`torch.distributed.pipelining`), made by hand: which rank has which layers is in lockstep/plan/cuts.py. A rank keeps the model of
 transformers, without the layers of other ranks, so that its parameters and modules have their names.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.ground.blocks import Called
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
-from lockstep.plan import stages
+from lockstep.plan import cuts
 from lockstep.training.optim import gradient_of
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ class Pipeline:
         self.group = device_mesh.get_group("pp")
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.device = torch.device(device_mesh.device_type)
-        self.count = stages.num_stages(schedule, self.size)
-        self.numbers = stages.stages_of(schedule, self.rank, self.size)
-        self.last_rank = stages.rank_of(schedule, self.count - 1, self.size)
+        self.count = cuts.num_stages(schedule, self.size)
+        self.numbers = cuts.stages_of(schedule, self.rank, self.size)
+        self.last_rank = cuts.rank_of(schedule, self.count - 1, self.size)
         layers = model.config.num_hidden_layers
         names = modules.names_in(model)
         self.tied = modules.is_tied(model)
@@ -146,7 +146,7 @@ class Pipeline:
             name: (tuple(parameter.shape), self._rank_of(name, names, layers))
             for name, parameter in model.named_parameters()
         }
-        units = [stages.units_of(number, self.count, layers) for number in self.numbers]
+        units = [cuts.units_of(number, self.count, layers) for number in self.numbers]
         self.stages = [Stage(model, own, share, autocast, apart) for own in units]
         self.hidden_size = model.config.hidden_size
         _keep(model, names, [unit for own in units for unit in own])
@@ -165,8 +165,8 @@ class Pipeline:
     def _rank_of(self, name: str, names: modules.Names, layers: int) -> int:
         """The rank along pp that has a parameter; of tied ones, the embedding's."""
         unit = names.unit_of(name)
-        stage = next(n for n in range(self.count) if unit in stages.units_of(n, self.count, layers))
-        return stages.rank_of(self.name, stage, self.size)
+        stage = next(n for n in range(self.count) if unit in cuts.units_of(n, self.count, layers))
+        return cuts.rank_of(self.name, stage, self.size)
 
     def called(self, further: dict[str, str | int]) -> Called:
         """The stages that are given a batch, and where among their arguments its parts are."""
@@ -194,7 +194,7 @@ class Pipeline:
             )
             for number, stage in zip(self.numbers, self.stages, strict=True)
         ]
-        kind = get_schedule_class(stages.SCHEDULES[self.name][0])
+        kind = get_schedule_class(cuts.SCHEDULES[self.name][0])
         self.schedule = kind(
             made if issubclass(kind, PipelineScheduleMulti) else made[0],
             self.micro,
@@ -240,7 +240,7 @@ class Pipeline:
         dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self.ends)
 
     def contract(self) -> dict[str, Any]:
-        names = {torch_name: name for name, (torch_name, _, _) in stages.SCHEDULES.items()}
+        names = {torch_name: name for name, (torch_name, _, _) in cuts.SCHEDULES.items()}
         live = type(self.schedule)
         return {
             "schedule": next(name for text, name in names.items() if get_schedule_class(text) is live),

@@ -39,6 +39,7 @@ from lockstep.inputs.samples import IGNORED
 from lockstep.plan import initial_weights, rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
 from lockstep.plan.mesh import Mesh
+from lockstep.training.observe import provenance
 from lockstep.training.optim import (
     AnyOptimizer,
     WeightAverage,
@@ -51,7 +52,6 @@ from lockstep.training.optim import (
     state_kinds,
     trained,
 )
-from lockstep.training.provenance import provenance
 from lockstep.training.strategy import MicroBatch
 from lockstep.verdict import alone, forced
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
