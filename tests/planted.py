@@ -157,12 +157,10 @@ def _own_collectives(strategy, config, inputs):
 @contextlib.contextmanager
 def _another_stage(config, inputs):
     """DeepSpeed is told another ZeRO stage than the options say."""
-    from lockstep.plan import zero
+    from lockstep.plan import deepspeed_file
 
-    real = zero.section
-    with mock.patch.object(
-        zero, "section", lambda config: {**real(config), "stage": config.own["zero_stage"] - 1}
-    ):
+    real = deepspeed_file.of_zero
+    with mock.patch.object(deepspeed_file, "of_zero", lambda own: {**real(own), "stage": own.zero_stage - 1}):
         yield lambda strategy: strategy
 
 

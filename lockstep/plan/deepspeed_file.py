@@ -68,7 +68,7 @@ def of_flags(config: Config) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "zero_optimization": zero.section(config),
+        "zero_optimization": of_zero(own),
         "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
         "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
         # the default is 1.0, not off; without ZeRO the strategy clips (autotp_strategy.py)
@@ -91,6 +91,18 @@ def of_flags(config: Config) -> dict[str, Any]:
             **({"vocab_parallel_lm_head": True} if config.tp_size > 1 else {}),
         },
     }
+
+
+def of_zero(own: zero.Options) -> dict[str, Any]:
+    """DeepSpeed's "zero_optimization"."""
+    told: dict[str, Any] = {"stage": own.zero_stage}
+    for name in zero.OFFLOADED:
+        device = getattr(own, name)
+        if device != "none":
+            told[name] = {"device": device}
+        if device == "nvme":
+            told[name]["nvme_path"] = str(own.nvme_path)
+    return told
 
 
 def _known(config: Config) -> dict[str, Any]:

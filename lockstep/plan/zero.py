@@ -1,4 +1,4 @@
-"""ZeRO stages and offload: the flags, what can be combined, what DeepSpeed is told, and what a live engine must then be."""
+"""ZeRO stages and offload: the flags, what can be combined, and what a live engine must then be."""
 
 import argparse
 from dataclasses import dataclass
@@ -108,19 +108,6 @@ def require(config: Config) -> None:
         raise UserError(
             f"--nvme_path {own.nvme_path}: nothing is offloaded to nvme; add --offload_optimizer nvme, or leave it out"
         )
-
-
-def section(config: Config) -> dict[str, Any]:
-    """DeepSpeed's "zero_optimization"."""
-    own = of(config)
-    told: dict[str, Any] = {"stage": own.zero_stage}
-    for name in OFFLOADED:
-        device = getattr(own, name)
-        if device != "none":
-            told[name] = {"device": device}
-        if device == "nvme":
-            told[name]["nvme_path"] = str(own.nvme_path)
-    return told
 
 
 def expected(config: Config) -> dict[str, Any]:

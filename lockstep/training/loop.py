@@ -151,7 +151,8 @@ def _train(
             problem = _require_finite(step, losses, mesh) or problem
             if index == 0:
                 stop_together(problem)  # before a norm of NaN is held against the options
-                agreement.require(demanded(config, inputs), step["grad_norm"])
+                wanted = demanded(config, inputs)
+                agreement.require(wanted, step["grad_norm"])
             try:
                 if lead:
                     record.save_if_due(path)
