@@ -32,6 +32,7 @@ ENGINE_BUCKET = 500_000_000  # elements, without ZeRO (runtime/engine.py)
 # parameters so many, each of so many elements (runtime/zero/offload_config.py).
 OPTIMIZER_BUFFERS = 4
 PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 100_000_000
+Kept = dict[str, int]  # part of a plan -> bytes
 
 
 def plan(rank: Rank) -> Plan:
@@ -166,7 +167,6 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     stays until backward.
     """
     config, width, dp = rank.config, rank.width, rank.config.dp_size
-    own = zero.of(config)
     split = groups(rank.shapes)
     shares = [sum(-(-math.prod(shape) // dp) for shape in group.values()) for group in split]
     share = sum(shares) * width
@@ -182,18 +182,7 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     state = share * (1 + rank.moments)
     all_of_them = rank.elements * width
     filled = min(bucket, all_of_them)
-    device = {"parameters": share, "gradients": share, "optimizer": state}
-    host: dict[str, int] = {}
-    nvme: dict[str, int] = {}
-    if own.offload_optimizer != "none":
-        host["gradients"] = 2 * device.pop("gradients")  # those of the flat masters, too
-        (nvme if own.offload_optimizer == "nvme" else host)["optimizer"] = device.pop("optimizer")
-        if own.offload_optimizer == "nvme":
-            host["temporary"] = OPTIMIZER_BUFFERS * group
-    if own.offload_param != "none":
-        (nvme if own.offload_param == "nvme" else host)["parameters"] = device.pop("parameters")
-        if own.offload_param == "nvme":
-            host["temporary"] = host.get("temporary", 0) + PARAMETER_BUFFERS * PARAMETER_BUFFER * width
+    device, host, nvme = offloaded(zero.of(config), share, state, group, width)
     parameters, gradients, optimizer = (
         device.get(part, 0) for part in ("parameters", "gradients", "optimizer")
     )
@@ -224,6 +213,21 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
         for name, one in moments.items()
     }
     return placed(rank, steady, host, nvme, share)
+
+
+def offloaded(own: zero.Options, share: int, state: int, group: int, width: int) -> tuple[Kept, Kept, Kept]:
+    """What stage 3 keeps on the device, in main memory and on a disk: part -> bytes."""
+    device, host, nvme = {"parameters": share, "gradients": share, "optimizer": state}, Kept(), Kept()
+    if own.offload_optimizer != "none":
+        host["gradients"] = 2 * device.pop("gradients")  # those of the flat masters, too
+        (nvme if own.offload_optimizer == "nvme" else host)["optimizer"] = device.pop("optimizer")
+        if own.offload_optimizer == "nvme":
+            host["temporary"] = OPTIMIZER_BUFFERS * group
+    if own.offload_param != "none":
+        (nvme if own.offload_param == "nvme" else host)["parameters"] = device.pop("parameters")
+        if own.offload_param == "nvme":
+            host["temporary"] = host.get("temporary", 0) + PARAMETER_BUFFERS * PARAMETER_BUFFER * width
+    return device, host, nvme
 
 
 def placed(
