@@ -31,7 +31,6 @@ from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.plan import compiled, fsdp
 from lockstep.plan.config import PARAM_DTYPES
-from lockstep.plan.cuts import LAYERS
 from lockstep.plan.mesh import share
 from lockstep.training.optim import gradient_of
 from lockstep.training.pipeline import Pipeline
@@ -205,11 +204,12 @@ class FSDPStrategy(TorchStrategy):
         return list(model.get_submodule(layers).children()) if layers else []
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
-        config, (schedule, micro) = self.config, LAYERS.of(self.config)
+        config, own = self.config, fsdp.of(self.config)
+        micro = own.pp_microbatches or config.batch_size
         pipeline = Pipeline(
             model,
             device_mesh,
-            schedule=schedule,
+            schedule=own.pp_schedule,
             micro=micro,
             share=micro * config.gradient_accumulation_steps,
             autocast=lambda: config.autocast(self.device),
@@ -219,7 +219,7 @@ class FSDPStrategy(TorchStrategy):
         pipeline.prepare(
             config.batch_size // micro,
             positions,
-            positions // (config.tp_size if fsdp.of(config).sequence_parallel else 1),
+            positions // (config.tp_size if own.sequence_parallel else 1),
             getattr(torch, PARAM_DTYPES[config.precision]),
         )
         return pipeline

@@ -30,7 +30,7 @@ from lockstep.ground.errors import UserError, printable, run_program
 from lockstep.ground.flags import Parser
 from lockstep.ground.words import in_columns
 from lockstep.inputs import architectures
-from lockstep.plan import command_line, initial_weights, resources
+from lockstep.plan import command_line, resources
 from lockstep.plan.config import BASELINE, CONTROL, JUDGED, Config, history_file
 from lockstep.plan.runs import HELP, Run, runs_of
 from lockstep.plan.strategies import SPECS
@@ -147,7 +147,7 @@ def verify(options: argparse.Namespace, flags: list[str]) -> int:
     for line in dict.fromkeys(line for *_, config in planned for line in preflight.notes(config)):
         print(printable(line), file=sys.stderr)
     baseline = planned[0][2]
-    about = f"{baseline.model_name}, {initial_weights.describe(baseline)}, {baseline.precision}, steps 1 to {options.steps}"
+    about = f"{baseline.model_name}, {baseline.start.describe()}, {baseline.precision}, steps 1 to {options.steps}"
     print(printable(about))
     groups: dict[int | None, list[jobs.Job]] = {}  # by number of ranks, the baseline's first
     for run, own, _ in planned:

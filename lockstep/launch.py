@@ -16,7 +16,7 @@ from lockstep.ground import files, locks, processes, progress, startup
 from lockstep.ground.errors import TrainingFailure, UserError, first_line, printable, run_program
 from lockstep.inputs import architectures
 from lockstep.inputs.data import Inputs
-from lockstep.plan import command_line, initial_weights, resources, strategies
+from lockstep.plan import command_line, resources, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import training_device
 from lockstep.training import preflight
@@ -139,8 +139,8 @@ def outputs(config: Config) -> list[tuple[Path, str]]:
     found = [(run.history_path, "--loss_output_dir") for run in preflight.runs(config)]
     if config.capture_dir is not None:
         found.append((config.capture_folder, "--capture_dir"))
-    if config.written_weights is not None:
-        found.append((config.written_weights, "--init_weights_path"))
+    if config.start.written is not None:
+        found.append((config.start.written, "--init_weights_path"))
     own = [(value, f"--{name}") for name, value in config.own.items() if isinstance(value, Path)]
     return found + own
 
@@ -149,7 +149,7 @@ def banner(config: Config, inputs: Inputs) -> str:
     gpus = resources.local_gpus()
     return (
         f"{config.label}: {printable(inputs.architecture_source)}, {architectures.in_words(inputs.architecture)}, "
-        f"{printable(initial_weights.describe(config))}, {config.precision}, tokenizer {printable(inputs.batches.corpus.tokenizer_name)}; "
+        f"{printable(inputs.start.describe())}, {config.precision}, tokenizer {printable(inputs.batches.corpus.tokenizer_name)}; "
         f"{config.num_workers} workers on {config.device} over {config.backend} "
         f"({gpus} GPUs, {os.cpu_count()} CPU cores here)"
     )

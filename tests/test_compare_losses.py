@@ -6,7 +6,6 @@ import torch
 from synthetic import PARAMETERS, control, history, set_loss, spoil
 
 from lockstep.ground.errors import UserError
-from lockstep.plan import initial_weights
 from lockstep.plan.command_line import parse_config
 from lockstep.verdict import scalars
 from lockstep.verdict.loss_curves import compare_curves, require_comparable_curves, tolerance_for
@@ -228,7 +227,7 @@ def test_weights_that_are_not_fresh_have_no_rule_under_autocast():
     assert tolerance_for(trained, beside).loss == pytest.approx([1.6e-3] * 20)
 
 
-DRAWN = initial_weights.origin(parse_config("ddp", ["--seed", "36"]))
+DRAWN = parse_config("ddp", ["--seed", "36"]).start.origin()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from lockstep import launch
 from lockstep.ground.errors import UserError
-from lockstep.inputs import weights
+from lockstep.inputs import initial_weights, weights
 from lockstep.inputs.architectures import BUILT_IN
-from lockstep.plan import command_line, initial_weights
+from lockstep.plan import command_line
 from lockstep.training import preflight
 
 TINY = BUILT_IN["tiny-qwen2"]
@@ -34,7 +34,7 @@ def folder(tmp_path):
 def check(strategy, *arguments):
     config = command_line.parse_config(strategy, list(map(str, arguments)))
     inputs = preflight.load_inputs(config)
-    initial_weights.check(config, inputs.architecture)
+    config.start.check(inputs.architecture, fewer_layers=config.num_layers is not None)
     return config, inputs
 
 
@@ -46,7 +46,7 @@ def refused(message, strategy, *arguments):
 
 def started(config, inputs):
     """The weights that a run starts from."""
-    path = initial_weights.file_of(config)
+    path = config.start.file()
     model = families.built(inputs.architecture, path=path)
     return dict(model.named_parameters())
 
@@ -64,9 +64,7 @@ def test_pretrained_weights_are_those_of_transformers(folder):
 
 def test_without_it_they_are_random_and_the_first_line_says_so(folder):
     config, inputs = check("fsdp", "--model_name", folder, "--seed", "5")
-    assert (
-        "random weights, seed 5" in launch.banner(config, inputs) and initial_weights.file_of(config) is None
-    )
+    assert "random weights, seed 5" in launch.banner(config, inputs) and config.start.file() is None
 
 
 def test_layers_that_are_left(folder):
@@ -222,9 +220,7 @@ def test_all_strategies_and_the_reference_start_from_the_pretrained_weights(fold
     from lockstep.verdict.reference import build_reference
 
     config, inputs = check("ddp", *common, "--pretrained")
-    reference = build_reference(
-        inputs, seed=0, attn_impl="sdpa", init_weights_path=initial_weights.file_of(config)
-    )
+    reference = build_reference(inputs, seed=0, attn_impl="sdpa", init_weights_path=config.start.file())
     assert (
         weights.checksums((name, value.detach().float()) for name, value in reference.named_parameters())
         == expected

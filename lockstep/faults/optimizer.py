@@ -229,7 +229,7 @@ def average_never_updated(run: Planting) -> Plant:
 def average_of_earlier_weights(run: Planting) -> Plant:
     """The average is created before the model gets its initial weights, so it begins with those of another seed."""
     yield
-    generator = torch.Generator().manual_seed(run.config.weights_seed + 1)
+    generator = torch.Generator().manual_seed(run.inputs.start.seed + 1)
     for average in run.handles.weight_average().averages.values():
         if average.ndim >= 2:
             shard = local(average)

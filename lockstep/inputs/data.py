@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.ground.errors import UserError
+from lockstep.inputs.initial_weights import Start
 from lockstep.inputs.samples import IGNORED, Samples, scrambled
 from lockstep.inputs.token_cache import corpus_tokens, opened
 from lockstep.inputs.tokenizer import Tokenizer
@@ -188,12 +189,13 @@ def global_batch_hash(hashes: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a checked configuration resolves to: the architecture, where it came from, and the steps to train."""
+    """What a checked configuration resolves to: the architecture, where it came from, the steps to train, and the initial weights."""
 
     architecture: dict
     architecture_source: str
     batches: Batches
     num_steps: int
+    start: Start
 
 
 ROUNDS = 12  # a network of few bits mixes slowly: with 4 rounds, small n show (tests/test_order.py)

@@ -82,6 +82,10 @@ def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: boo
         )
     if options["control"] and (not spec.is_baseline or options["noise_control"]):
         raise UserError("--control: only train_ddp.py trains the control run, after its own; leave it out")
+    if options["save_init_weights"] and not spec.is_baseline:
+        raise UserError(
+            "--save_init_weights: only train_ddp.py writes initial weights; run it first, then load them here"
+        )
     if options["pretrained"] and options["init_weights_path"] and not options["save_init_weights"]:
         raise UserError(
             "--pretrained and --init_weights_path both give the initial weights; leave one out, or add --save_init_weights"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from lockstep.ground import flags, user_file
-from lockstep.ground.errors import UserError
 from lockstep.ground.flags import flag, number
 from lockstep.inputs import architectures, texts
+from lockstep.inputs.initial_weights import Start
 from lockstep.inputs.samples import Samples
 from lockstep.plan import compiled, rates
 from lockstep.plan.mesh import Mesh
@@ -402,16 +402,17 @@ class Config:
         return self.history_path.with_name(f"told_{self.name}.json")
 
     @property
-    def written_weights(self) -> Path | None:
-        """The file that the initial weights are written to; None if they are not. Raises UserError if none is named."""
-        if self.save_init_weights and self.init_weights_path is None:
-            raise UserError("--save_init_weights needs --init_weights_path, the file to write")
-        return self.init_weights_path if self.save_init_weights else None
-
-    @property
-    def weights_seed(self) -> int:
-        """The seed of random initial weights."""
-        return self.seed if self.init_seed is None else self.init_seed
+    def start(self) -> Start:
+        """The initial weights."""
+        return Start(
+            self.model_name,
+            self.pretrained,
+            self.init_weights_path,
+            self.save_init_weights,
+            self.overwrite,
+            self.seed if self.init_seed is None else self.init_seed,
+            ("float32" if self.precision == "fp32" else "bfloat16") if self.noise_control else None,
+        )
 
     @property
     def samples(self) -> Samples:

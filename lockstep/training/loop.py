@@ -9,6 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def run_with_control(
     if dist.get_rank() == 0:
         progress.screen.note(line)
     gc.collect()  # strategies hold cycles; the first model must be gone before the second is made
-    return run(config.of_control(), inputs, make_strategy, device)
+    control = config.of_control()
+    return run(control, replace(inputs, start=control.start), make_strategy, device)
 
 
 @hang.watched()
@@ -62,7 +64,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         told = config.spec.told(config, inputs.architecture)
         record = History(provenance(config, inputs, told))
     _require_told_alike(record.run)
-    model, file_sums = initial_model(config, inputs, record.run["initial_weights"])
+    source, quiet = record.run["initial_weights"], config.quiet
+    model, file_sums = initial_model(inputs, source, attn_impl=config.attn_impl, quiet=quiet)
     if config.activation_checkpointing:
         checkpoint_layers(model)
     capture = None
@@ -80,7 +83,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         else ""
     )
     try:
-        before = require_file_weights(strategy, inputs, config, file_sums)
+        cast = config.precision == "bf16"
+        before = require_file_weights(strategy, inputs, None if cast else file_sums)
         if before is not None:
             record.weights = {"initial_sha256": weights.combined_sha256(before)}
             if capture:

@@ -16,7 +16,7 @@ from lockstep.ground import origin
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules, shapes
 from lockstep.inputs.data import Inputs
-from lockstep.plan import compiled, initial_weights, rates, strategies
+from lockstep.plan import compiled, rates, strategies
 from lockstep.plan.config import OPTIMIZERS, Config
 from lockstep.plan.contract import expected_contract
 from lockstep.training.optim import (
@@ -154,13 +154,9 @@ def own_optimizer(config: Config, architecture: dict) -> dict[str, Any] | None:
 def demanded(config: Config, inputs: Inputs) -> dict[str, Any]:
     """The contract that a run's configuration demands (lockstep/plan/contract.py)."""
     architecture = inputs.architecture
-    return expected_contract(
-        config,
-        architecture,
-        shapes.describe(architecture),
-        own_optimizer(config, architecture),
-        inputs.batches.num_labels(0) if config.samples.counted else None,
-    )
+    optimizer = own_optimizer(config, architecture)
+    counted = inputs.batches.num_labels(0) if config.samples.counted else None
+    return expected_contract(config, architecture, shapes.describe(architecture), optimizer, counted)
 
 
 def own_optimizer_contract(model: torch.nn.Module, optimizer: AnyOptimizer) -> dict[str, Any]:
@@ -278,7 +274,7 @@ def provenance(config: Config, inputs: Inputs, told: str = "") -> dict[str, Any]
         "config": config.recorded(),
         "architecture": inputs.architecture,
         "architecture_source": inputs.architecture_source,
-        "initial_weights": initial_weights.origin(config),
+        "initial_weights": inputs.start.origin(),
         "corpus_sha256": inputs.batches.corpus.sha256,
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,

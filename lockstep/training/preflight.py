@@ -11,7 +11,7 @@ from lockstep.dumps import history
 from lockstep.ground import files, hang, origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.inputs import architectures, data, shapes, texts, tokenizer
-from lockstep.plan import command_line, compiled, cuts, initial_weights, rates, strategies
+from lockstep.plan import command_line, compiled, cuts, rates, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, require_memory, workers_here
 
@@ -101,7 +101,7 @@ def load_inputs(config: Config) -> data.Inputs:
     num_steps = config.debug_steps or config.num_epochs * batches.steps_per_epoch
     rates.require(vars(config), num_steps)
     _require_profiled(config, num_steps)
-    return data.Inputs(architecture, source, batches, num_steps)
+    return data.Inputs(architecture, source, batches, num_steps, config.start)
 
 
 def checked(strategy: str, arguments: list[str]) -> tuple[Config, data.Inputs]:
@@ -181,7 +181,7 @@ def check_environment(config: Config, architecture: dict) -> None:
     if not launched_in_place():  # Ray makes it, and it may stay empty
         files.require_writable_folder(config.storage_path, "--storage_path", keep=False)
     # Last: these two import torch.
-    initial_weights.check(config, architecture)
+    config.start.check(architecture, fewer_layers=config.num_layers is not None)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
     require_memory(config, architecture, workers)
     for folder in written.values():

@@ -11,10 +11,9 @@ from lockstep.ground import hang
 from lockstep.ground.collective import stop_together, stopping_together
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs
+from lockstep.inputs.initial_weights import Start
 from lockstep.inputs.model import build_model
-from lockstep.inputs.shapes import parameter_shapes
-from lockstep.plan import initial_weights
-from lockstep.plan.config import Config
+from lockstep.inputs.shapes import Shapes, parameter_shapes
 from lockstep.training.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -22,76 +21,74 @@ if TYPE_CHECKING:
 
 
 def initial_model(
-    config: Config, inputs: Inputs, source: str
+    inputs: Inputs, source: str, *, attn_impl: str, quiet: bool
 ) -> tuple["PreTrainedModel", dict[str, str] | None]:
     """The model that the run starts from, and the checksums of its weights file; None if its weights are not a file's.
 
     `source` says where the weights come from.
     """
+    start, lead = inputs.start, dist.get_rank() == 0
 
     def build(path: Path | None) -> tuple["PreTrainedModel", dict[str, str] | None]:
-        return build_model(
-            inputs.architecture,
-            seed=config.weights_seed,
-            attn_impl=config.attn_impl,
-            init_weights_path=path,
-        )
+        seed = start.seed
+        return build_model(inputs.architecture, seed=seed, attn_impl=attn_impl, init_weights_path=path)
 
-    path = initial_weights.file_of(config)
-    written = config.written_weights
-    if written is not None:
+    def say(line: str) -> None:
+        if lead and not quiet:
+            print(line, flush=True)
+
+    path = start.file()
+    if start.written is not None:
         with stopping_together():
-            if dist.get_rank() == 0:
+            if lead:
                 model, _ = build(path)
-                weights.save(written, model, inputs.architecture, source, overwrite=config.overwrite)
-                _say(config, f"Saved initial weights to {written}")
-        path = written
+                weights.save(start.written, model, inputs.architecture, source, overwrite=start.overwrite)
+                say(f"Saved initial weights to {start.written}")
+        path = start.written
     with stopping_together():  # a file need not be there on every machine
         model, sums = build(path)
-    if path and dist.get_rank() == 0:
-        _say(config, f"Loaded initial weights from {path}")
-    if config.noise_control:
-        weights.perturb(model, "float32" if config.precision == "fp32" else "bfloat16", config.weights_seed)
+    if path:
+        say(f"Loaded initial weights from {path}")
+    if start.perturbed_in:
+        weights.perturb(model, start.perturbed_in, start.seed)
         return model, None  # no longer the file's
     return model, sums
 
 
-def _say(config: Config, line: str) -> None:
-    if not config.quiet:
-        print(line, flush=True)
-
-
 def require_file_weights(
-    strategy: Strategy, inputs: Inputs, config: Config, file_sums: dict[str, str] | None
+    strategy: Strategy, inputs: Inputs, file_sums: dict[str, str] | None
 ) -> dict[str, str] | None:
     """The checksums of the live weights, on rank 0. Collective.
 
-    The weights, sharded and gathered back, must be the file's, bit for bit (unless they were cast to bfloat16).
+    The weights, sharded and gathered back, must be the file's, bit for bit; `file_sums` is None if they are no file's, or cast.
     """
     hang.at("gathering the weights before step 1")
     shapes: dict[str, tuple[int, ...]] = {}
     live, whole = live_checksums(strategy, shapes), parameter_shapes(inputs.architecture)
-    problem = ""
-    if live is not None:
-        missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
-        cut = next((name for name in sorted(live) if shapes[name] != whole.get(name)), None)
-        if missing or extra:
-            found = " and ".join(
-                f"{what} {names[0]} ({len(names)} in all)"
-                for what, names in (("lacks", missing), ("also has", extra))
-                if names
-            )
-            problem = f"the strategy's model {found}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
-        elif cut:
-            problem = (
-                f"{cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how they are "
-                "cut"
-            )
-        elif file_sums is not None and config.precision != "bf16":
-            wrong = next((name for name in sorted(live) if live[name] != file_sums.get(name)), None)
-            problem = f"{wrong} differs from {config.init_weights_path or config.model_name}" if wrong else ""
-    stop_together(f"after sharding, {problem}" if problem else "")
+    stop_together(_problem(live, shapes, whole, file_sums, inputs.start) if live is not None else "")
     return live
+
+
+def _problem(
+    live: dict[str, str], shapes: Shapes, whole: Shapes, file_sums: dict[str, str] | None, start: Start
+) -> str:
+    """In what the live weights are not the model's or the file's; "" if in nothing."""
+    missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
+    if missing or extra:
+        found = " and ".join(
+            f"{what} {names[0]} ({len(names)} in all)"
+            for what, names in (("lacks", missing), ("also has", extra))
+            if names
+        )
+        return f"after sharding, the strategy's model {found}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
+    cut = next((name for name in sorted(live) if shapes[name] != whole[name]), None)
+    if cut:
+        return (
+            f"after sharding, {cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how "
+            "they are cut"
+        )
+    wrong = next((name for name in sorted(live) if file_sums and live[name] != file_sums.get(name)), None)
+    return f"after sharding, {wrong} differs from {start.path or start.model_name}" if wrong else ""
 
 
 def live_checksums(

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.dumps.history import History
+from lockstep.inputs.initial_weights import DRAWN
 from lockstep.plan.config import tokens_per_step
-from lockstep.plan.initial_weights import DRAWN
 
 # float32 ulps between the losses of two correct runs
 MEAN_ULPS = 2  # of the mean over two DP ranks or more

@@ -36,7 +36,7 @@ from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
-from lockstep.plan import initial_weights, rates
+from lockstep.plan import rates
 from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
 from lockstep.plan.mesh import Mesh
 from lockstep.training.observe import provenance
@@ -175,9 +175,9 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
     """
     model = build_reference(
         inputs,
-        seed=config.weights_seed,
+        seed=inputs.start.seed,
         attn_impl=config.attn_impl,
-        init_weights_path=initial_weights.file_of(config),
+        init_weights_path=inputs.start.file(),
     )
     with torch.no_grad():
         for parameter in model.parameters():  # those of a run in bfloat16 are rounded before its first step
