@@ -8,10 +8,10 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.dumps.dump import Dump
-from lockstep.plan.config import BETAS, EPS
+from lockstep.plan.config import BETAS
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.rates import rate_of
-from lockstep.training.optim import decays
+from lockstep.training.optim import decays, direction
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Failure, Result
@@ -97,11 +97,10 @@ class Case:
         decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
             first, second = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
-            b1, b2 = BETAS
-            direction = first / (1 - b1**self.step) / ((second / (1 - b2**self.step)).sqrt() + EPS)
+            moved = direction(first, second, self.step)
         else:
-            direction = self.clip * self.own(f"gradient/{parameter}")
-        return before * (1 - rate * decay) - rate * direction
+            moved = self.clip * self.own(f"gradient/{parameter}")
+        return before * (1 - rate * decay) - rate * moved
 
     def steps_built_in(self, parameter: str) -> bool:
         """Whether AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""

@@ -68,6 +68,15 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for _, parameter in named_trained(model)]
 
 
+def direction(first: Any, second: Any, step: int) -> Any:
+    """AdamW's, of numpy or of torch: what the learning rate is multiplied with, from the moments after a step, from 1.
+
+    (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    """
+    b1, b2 = BETAS
+    return first / (1 - b1**step) / ((second / (1 - b2**step)) ** 0.5 + EPS)
+
+
 def build_optimizer(
     groups: list[dict[str, Any]], *, optimizer: str, learning_rate: float, named: Named | None = None
 ) -> AnyOptimizer:

@@ -15,8 +15,8 @@ import torch
 from lockstep.dumps.dump import Dump, Dumps
 from lockstep.dumps.optimizers import clip_by
 from lockstep.plan import rates
-from lockstep.plan.config import BETAS, EPS
-from lockstep.training.optim import decays
+from lockstep.plan.config import BETAS
+from lockstep.training.optim import decays, direction
 
 # elements: all blocks of a comparison stay in the cache, BLAS starts no threads for so few, and memory for them is not asked of the system
 BLOCK = 1 << 13
@@ -247,14 +247,12 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         exact, change = [], gradient
         if adamw:
             m, v = gradient * (1 - b1), np.square(gradient) * (1 - b2)
-            kept = moments[0] * b1 if moments else np.zeros(0)
             if moments:
+                kept = moments[0] * b1
                 m, v = m + kept, v + moments[1] * b2
-            root = np.sqrt(v * (1 / (1 - b2**step))) + EPS
-            if moments:
                 found["exp_avg"].terms.add(kept)
-                found["parameter"].terms.add(kept * (rate / (1 - b1**step)) / root)
-            exact, change = [m, v], m / root * (1 / (1 - b1**step))
+                found["parameter"].terms.add(rate * direction(kept, v, step))
+            exact, change = [m, v], direction(m, v, step)
         change = change * -rate - old * (rate * decay)
         for kind, values, right in zip(kinds, own, [*exact, change + old], strict=True):
             found[kind].add(values, right, change if kind == "parameter" else None)
