@@ -105,8 +105,10 @@ def main() -> int:
     from lockstep.running import ranks
 
     groups = json.loads(sys.argv[1])
-    for world_size, target, name in groups:
+    for _, target, _ in groups:
         importlib.import_module(target.split(":")[0])
+    gc.freeze()  # as in startup.importing
+    for world_size, target, name in groups:
         body = functools.partial(rank, target, Path(name), world_size == 0)
         status = ranks.fork(world_size or 1, body, "ranks.py")
         if status:

@@ -12,6 +12,8 @@ import time
 import traceback
 from pathlib import Path
 
+from lockstep.ground import startup
+
 LIMIT = 60  # seconds of a row
 # What the rows' scripts import, at the latest when they train.
 IMPORTED = (
@@ -33,8 +35,9 @@ IMPORTED = (
 
 def main(path: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
-    for name in IMPORTED:
-        importlib.import_module(name)
+    with startup.importing():
+        for name in IMPORTED:
+            importlib.import_module(name)
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # or it is compiled, for a minute
     )

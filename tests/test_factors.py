@@ -98,6 +98,16 @@ def test_what_float32_leaves_is_no_factor():
     assert found(right * (1 + 2 * NOTHING), right, right)
 
 
+@pytest.mark.parametrize("size, is_seen", [(2.0**-44, False), (2.0**-30, True)])
+def test_what_is_zero_in_exact_arithmetic_has_no_factor(size, is_seen):
+    """The gradient at the query of a first position: of both, nothing but rounding errors is there, and those of a head have one sign."""
+    right = torch.randn((64, 32, 16), dtype=torch.float64)
+    right[:, 0] *= size
+    own = right + noise("element", right)
+    own[:, 0] += 1e-9 * right[:, 0].sign()
+    assert bool(found(own, right, right)) == is_seen
+
+
 def test_more_projections_allow_more():
     right = torch.randn(SHAPE, dtype=torch.float64)
     own = right + noise("element", right)

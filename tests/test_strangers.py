@@ -1,6 +1,6 @@
 """Strategies in users' own files (tests/strangers), through the default command: correct ones pass, and of the others nothing false is said.
 
-A sample, in one start of the ranks for each set; `benchmarks/strangers.py` takes all, each command in a process of its own.
+A sample, in one start of the ranks for each set, on small batches; `benchmarks/strangers.py` takes all, each command in a process of its own.
 """
 
 import importlib.util
@@ -40,6 +40,7 @@ NEEDS_ACCELERATE = pytest.mark.skipif(
     reason="expert parallelism of transformers needs accelerate",
 )
 EXPERT_VARIANTS = ["ExpertsByEager", "SoftmaxOfChosen"]
+SMALL = ["--batch_size", "2", "--seq_length", "32"]
 EXPERTS = [
     "ExpertGradientsSummed",
     "TokensDroppedInOneLayer",
@@ -51,7 +52,7 @@ EXPERTS = [
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     def completed(arguments, _folder, _limit):
-        done = in_process("run_verification.py", *arguments)
+        done = in_process("run_verification.py", *arguments, *SMALL)
         return done.returncode, done.stderr
 
     monkeypatch.setattr(strangers, "completed", completed)

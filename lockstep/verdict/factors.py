@@ -23,6 +23,7 @@ BLOCKS = 32  # at most, that a dim is cut into
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
 LEAST = 16  # elements that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs
+ZERO = 2.0**-40  # of a tensor's largest element: what is smaller in float64 is zero in exact arithmetic
 NOTHING = 4 * 2.0**-24  # a factor that float32 arithmetic may leave in all of a tensor
 MANY = 1e6  # degrees of freedom of a standard error that is taken as known
 WHOLE = 0  # the first projection is of all of a tensor
@@ -173,18 +174,20 @@ def _summed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d sign(a), |a|), each (rows, columns / together): `together` neighbours in a row are summed. Rows of turned matrices are their columns.
 
-    Memory has a piece of the tensors at a time.
+    What is zero in exact arithmetic, such as the gradient at the query of a first position, has no sign: its d is left out. Memory has a piece of the tensors at a time.
     """
     width = right.shape[-1] if right.ndim > 1 else 1
     height = right.shape[-2] if is_turned else right.numel() // width
     columns = height if is_turned else width
     step = max(1, PIECE // width // together) * together if is_turned else max(1, PIECE // width)
     found: list[list[torch.Tensor]] = [[], []]
+    least = ZERO * float(torch.linalg.vector_norm(right, torch.inf))
     for matrices in zip(*(one.reshape(-1, height, width) for one in (own, near, right)), strict=True):
         pieces: list[list[torch.Tensor]] = [[], []]
         for values, yardstick, exact in zip(*(one.split(step) for one in matrices), strict=True):
             difference = values.double() - yardstick
-            for which, one in enumerate((difference * exact.sign(), exact.abs())):
+            signs = exact.sign().masked_fill_(exact.abs() < least, 0.0)
+            for which, one in enumerate((difference * signs, exact.abs())):
                 turned = one.T if is_turned else one
                 padded = F.pad(turned, (0, -turned.shape[1] % together))
                 pieces[which].append(padded.reshape(len(turned), -1, together).sum(-1))
