@@ -13,8 +13,9 @@ import statistics
 
 import torch
 
+from lockstep.dumps.called import LOG_PROBS, Called
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import LOG_PROBS, Called, Recording
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes

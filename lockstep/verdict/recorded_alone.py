@@ -6,7 +6,7 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
-from lockstep.dumps.recording import LOG_PROBS, Called
+from lockstep.dumps.called import LOG_PROBS, Called
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.called import Called
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import Distance, distance_of
 from lockstep.verdict.factors import Factors

@@ -14,11 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten, treespec_loads
 
-from lockstep.dumps import tree
+from lockstep.dumps import building, tree
+from lockstep.dumps.called import LOG_PROBS, Called
 from lockstep.dumps.kept import generators, restore_generators
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import LOG_PROBS, Called, Recording
+from lockstep.dumps.recording import Recording
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError, first_line
 from lockstep.inputs.weights import perturbed
@@ -106,7 +107,7 @@ class Reference(Passes):
         self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
         own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None
-        tree.give(self.model, own if units is None else units.outside(self._computed_in))
+        building.give(self.model, own if units is None else units.outside(self._computed_in))
         self.filled = {
             module: {key: one is not None for key, one in module._buffers.items()}
             for module in self.model.modules()
@@ -318,9 +319,9 @@ class Reference(Passes):
     def _restore_state(self) -> None:
         """Buffers and attributes as they were before the micro batch."""
         tensors = {name: one for _, own in self.state.values() for name, one in own.items()}
-        tree.set_state(self.model, {name: value for name, (value, _) in self.state.items()}, tensors)
+        building.set_state(self.model, {name: value for name, (value, _) in self.state.items()}, tensors)
         buffers = self._widened(self.buffers)
-        tree.set_state(self.model, self.changed, buffers)
+        building.set_state(self.model, self.changed, buffers)
         for module, filled in self.filled.items():
             own = module._buffers.items()
             module._buffers = {key: one if filled[key] else None for key, one in own if key in filled}

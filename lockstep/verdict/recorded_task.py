@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.called import Called
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called
 from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps.recording import Optimizer, Recording
+from lockstep.dumps.recorded_step import Optimizer
+from lockstep.dumps.recording import Recording
 from lockstep.ground.words import and_more
 from lockstep.verdict.distance import BLOCK, distance_of_pieces, relative
 from lockstep.verdict.judgement import (
