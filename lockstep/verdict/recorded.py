@@ -232,7 +232,7 @@ class _Step:
         self._judge_losses(near)
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
-            again = normalisation.fit(yardstick, columns, self.clipped)
+            again = normalisation.fit(yardstick, columns, self.clipped, like=fitted)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
+from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
@@ -106,9 +106,8 @@ def judged_gradients(
     yardstick: dict[str, Distance] = {}
     for name, reference in right.items():
         plain = near[name]
-        distance = distance_of(observed[name], reference)
+        distance, yardstick[f"gradient/{name}"] = distances_of([observed[name], plain], reference)
         own[f"gradient/{name}"] = replace(distance, terms=right.largest_term(name))
-        yardstick[f"gradient/{name}"] = distance_of(plain, reference)
         if factors is not None:
             factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}

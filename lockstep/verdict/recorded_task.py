@@ -207,7 +207,7 @@ def _judge_sight(
     trials = {name: trial for name, trial in _trials(called, tokens, targets).items() if name not in tried}
     if not trials:
         return
-    tried |= trials.keys()
+    tried.update(trials)
     right = reference.logits(called)
     if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
         return
