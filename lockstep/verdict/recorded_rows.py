@@ -52,6 +52,11 @@ class StepVerdict:
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def precision(self) -> str:
+        """Of the arithmetic: whether it is float32 throughout."""
+        return "autocast" if self.lowered else "fp32"
+
     def leave(self, said: str) -> None:
         """Say with the verdict what was not judged."""
         self.unseen = f"{self.unseen}; {said}" if self.unseen else said
