@@ -151,7 +151,7 @@ class Free:
             if one.loss is not None and own.loss is not None
         ]
         measure = max((abs(own - right) / abs(right) for right, own in pairs), default=0.0)
-        measure = max(measure, self.free.loss_noise)
+        measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
             if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
