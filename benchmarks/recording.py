@@ -75,7 +75,7 @@ def alone_times_free(folder: Path) -> float:
         (Path(file).name, name): cumulative
         for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(str(path)).stats.items()
     }
-    once = seconds["recorded.py", "_not_linear"] + seconds["recorded_task.py", "judge"]
+    once = seconds["recorded_free.py", "_not_linear"] + seconds["recorded_task.py", "judge"]
     return seconds["recorded.py", "_judge_alone"] / (seconds["recorded.py", "_judge_free"] - once)
 
 

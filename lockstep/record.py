@@ -91,7 +91,7 @@ class _Finding:
             register_optimizer_step_pre_hook,
         )
 
-        from lockstep.dumps import patches, tree
+        from lockstep.dumps import patches, wrapped
         from lockstep.dumps.recorder import Recorder
         from lockstep.dumps.whole_run import Loaders
 
@@ -110,9 +110,9 @@ class _Finding:
             trained = module.training and any(parameter.requires_grad for parameter in own)
             trained &= not any(map(torch.nn.parameter.is_lazy, own))  # which this call makes
             # Lightning calls its own module with a batch for training_step, which calls the model.
-            around = any(kind.__name__ == "LightningModule" for kind in type(tree.inner(module)).__mro__)
+            around = any(kind.__name__ == "LightningModule" for kind in type(wrapped.inner(module)).__mro__)
             found = self.recorder
-            first = found is None or _is_part_of(found.model, tree.inner(module))
+            first = found is None or _is_part_of(found.model, wrapped.inner(module))
             if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or module

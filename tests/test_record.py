@@ -13,7 +13,7 @@ from programs import completed, in_process
 from ranks import ROOT, free_port, run_groups
 
 from lockstep import judge, record
-from lockstep.dumps import recorder, tree
+from lockstep.dumps import building, recorder, tree
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
@@ -250,8 +250,8 @@ def test_a_class_that_was_sent_to_another_process(tmp_path):
     about, tensors = tree.describe(net)
     assert about["class"] == f"{path}:Scaled"
     assert about["scripts"] == {str(path): {"package": None, "values": {"SIZE": 3}}}
-    again = tree.build(about, tensors)
-    tree.give(again, {key: value.detach() for key, value in net.named_parameters()})
+    again = building.build(about, tensors)
+    building.give(again, {key: value.detach() for key, value in net.named_parameters()})
     assert torch.equal(again(torch.eye(4)), net(torch.eye(4)))
     with pytest.raises(UserError, match="no file has this class by its name"):
         tree.describe(names["inside"]())
@@ -820,8 +820,10 @@ def test_a_model_is_built_again_from_its_tree(name):
     torch.manual_seed(0)
     model = from_config(dict(BUILT_IN[name]), attn_impl="sdpa").train()
     about, tensors = tree.describe(model)
-    again = tree.build(json.loads(json.dumps(about)), {key: value.clone() for key, value in tensors.items()})
-    tree.give(again, {key: value.detach().clone() for key, value in model.named_parameters()})
+    again = building.build(
+        json.loads(json.dumps(about)), {key: value.clone() for key, value in tensors.items()}
+    )
+    building.give(again, {key: value.detach().clone() for key, value in model.named_parameters()})
     ids = torch.randint(0, 50, (2, 16))
     losses = [one(input_ids=ids, labels=ids, use_cache=False).loss for one in (model, again)]
     assert torch.equal(*losses) and about["left_out"] == []
@@ -832,10 +834,10 @@ def test_a_tree_names_nothing_of_other_packages():
     about, tensors = tree.describe(torch.nn.Linear(2, 2))
     about["attributes"]["hook"] = {"named": "os:system"}
     with pytest.raises(UserError, match="os:system is of no package that the model's classes are of"):
-        tree.build(about, tensors)
+        building.build(about, tensors)
     about["class"] = "os:system"
     with pytest.raises(UserError, match="is no torch.nn.Module"):
-        tree.build(about, tensors)
+        building.build(about, tensors)
 
 
 def test_a_class_without_a_name_is_refused():

@@ -5,7 +5,8 @@ import torch
 
 from lockstep import judge, record
 from lockstep.dumps.hashes import digest, hashes
-from lockstep.dumps.recording import Recording, RunStep
+from lockstep.dumps.recorded_step import RunStep
+from lockstep.dumps.recording import Recording
 from lockstep.dumps.whole_run import STEPS_AT_ONCE
 from lockstep.verdict import recorded_run
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.dumps import tree
+from lockstep.dumps import tree, wrapped
 from lockstep.dumps.kept import Kept
 from lockstep.dumps.optimizers import clip_by, described
 from lockstep.dumps.patches import replace
@@ -44,7 +44,7 @@ def watch(recorder: Recorder) -> bool:
     def step(engine: Any, *arguments: Any, **options: Any) -> Any:
         ends = (
             engine.is_gradient_accumulation_boundary()
-            and tree.inner(engine) is recorder.model
+            and wrapped.inner(engine) is recorder.model
             and recorder.micro
             and not isinstance(engine.optimizer, torch.optim.Optimizer)
         )
@@ -76,7 +76,7 @@ def watch(recorder: Recorder) -> bool:
 def _see_weights(recorder: Recorder, keep: Callable[[str, torch.Tensor], None]) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    for name, parameter in tree.named_parameters(recorder.model).items():
+    for name, parameter in wrapped.named_parameters(recorder.model).items():
         whole = safe_get_full_fp32_param(parameter)
         keep(name, parameter if whole is None else whole)
 
@@ -85,7 +85,7 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     _see_weights(recorder, recorder.kept.keep_weight)
-    names = tree.named_parameters(recorder.model)
+    names = wrapped.named_parameters(recorder.model)
     for about in recorder.micro:
         about["param_dtype"] = str(
             next(iter(names.values())).dtype
@@ -127,7 +127,7 @@ def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tens
             if mapping is not None:
                 (flat,) = group["params"]
                 mapping.set_optim_state_fragment(flat, inner.state[flat])
-    for name, parameter in tree.named_parameters(recorder.model).items():
+    for name, parameter in wrapped.named_parameters(recorder.model).items():
         if not parameter.requires_grad:
             continue
         for key in keys:
@@ -145,7 +145,7 @@ def _lists(engine: Any) -> list[list[torch.nn.Parameter]]:
 
 def _groups(recorder: Recorder, engine: Any, settings: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The `settings` of each group, and the model's parameters that it updates; `engine` is the engine's optimizer."""
-    names = {id(one): name for name, one in tree.named_parameters(recorder.model).items()}
+    names = {id(one): name for name, one in wrapped.named_parameters(recorder.model).items()}
     of_list = vars(engine).get("sub_group_to_group_id", {})
     for number, said in enumerate(settings):
         own = [

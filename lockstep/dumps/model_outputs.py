@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps import tree
+from lockstep.dumps import tree, wrapped
 
 
 def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -55,7 +55,7 @@ def map_left(model: torch.nn.Module, change: Callable[[str, torch.Tensor], torch
     for name, module in model.named_modules():
         for key, value in list(vars(module).items()):
             if key not in tree.OWN and type(value) in (torch.Tensor, tuple, list, dict):
-                vars(module)[key] = mapped(value, made, f"{tree.clean(name)}:{key}")
+                vars(module)[key] = mapped(value, made, f"{wrapped.clean(name)}:{key}")
 
 
 def _as_tuple(output: Any) -> tuple:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps import tree
+from lockstep.dumps import wrapped
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 
@@ -77,7 +77,7 @@ class ModuleHooks:
         self.seen: set[str] = set()
         self.passed_on: set[str] = set()
         self.returned: dict[int, torch.Tensor] = {}  # by modules of this pass
-        modules = {tree.clean(name): module for name, module in model.named_modules() if name}
+        modules = {wrapped.clean(name): module for name, module in model.named_modules() if name}
         self.handles = [
             module.register_forward_hook(Hook(functools.partial(self._see, name)))
             for name, module in modules.items()

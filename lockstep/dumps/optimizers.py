@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps import tree
+from lockstep.dumps import tree, wrapped
 
 PLAIN = (bool, int, float, str, type(None))
 SCALED = {"grad_scale", "found_inf"}  # of a GradScaler: recorded gradients are divided by it
@@ -28,7 +28,7 @@ def described(
 
     These are state/KEY/NAME, which is kept of the model's parameter NAME, and attribute/KEY/NUMBER, of optimizer NUMBER of the step itself.
     """
-    names = {id(one): name for name, one in tree.named_parameters(model).items()}
+    names = {id(one): name for name, one in wrapped.named_parameters(model).items()}
     describing = tree.Describing(model)
     describing.packages.add(tree.package_of(type(optimizer).__module__))
     describing.tensors |= names

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.dumps import tree
+from lockstep.dumps import wrapped
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 COPY = "lockstep"  # in the metadata of the function that made a copy of what the model returns
@@ -49,7 +49,7 @@ def see_clipping(
     def noted(parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        own = {id(one) for one in tree.named_parameters(model).values()}
+        own = {id(one) for one in wrapped.named_parameters(model).values()}
         if any(id(one) in own for one in parameters):  # else another model's
             # In the dtype of the norm, which may be bfloat16
             factor = torch.clamp(max_norm / (whole + 1e-6), max=1.0)

@@ -4,7 +4,7 @@ import torch
 
 from lockstep.dumps import deepspeed_layers
 from lockstep.dumps.hashes import hashes_of_slices
-from lockstep.dumps.tree import named_parameters
+from lockstep.dumps.wrapped import named_parameters
 from lockstep.ground.blocks import Runs, runs_of
 
 

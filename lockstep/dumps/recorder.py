@@ -46,19 +46,19 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_dumps
 
-from lockstep.dumps import deepspeed_engine, parallelism, patches, tree
+from lockstep.dumps import deepspeed_engine, parallelism, patches, tree, wrapped
 from lockstep.dumps.kept import Kept, copied, digest_of, generators
 from lockstep.dumps.model_outputs import map_left, mapped, outputs_of
 from lockstep.dumps.module_hooks import Hook, ModuleHooks, after_other_hooks
 from lockstep.dumps.optimizers import PLAIN, described
 from lockstep.dumps.plain_shards import PlainShards
+from lockstep.dumps.recorded_step import FORMAT
 from lockstep.dumps.whole_run import Loaders, WholeRun
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line
 from lockstep.ground.files import write_text
 from lockstep.inputs.model import being_recomputed
 
-FORMAT = 5
 STEPS = 2
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 EVERY_MODULE = "*"
@@ -100,7 +100,7 @@ class Recorder:
         modules: str = EVERY_MODULE,
         loaders: Loaders | None = None,
     ):
-        self.model, self.folder, self.steps, self.modules = tree.inner(model), folder, steps, modules
+        self.model, self.folder, self.steps, self.modules = wrapped.inner(model), folder, steps, modules
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
         self.plain_shards = PlainShards(self.model)
@@ -244,7 +244,7 @@ class Recorder:
     def _among(self, given: list[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
         """The model's parameters among these, by name."""
         places = {id(one) for one in given}
-        return {name: one for name, one in tree.named_parameters(self.model).items() if id(one) in places}
+        return {name: one for name, one in wrapped.named_parameters(self.model).items() if id(one) in places}
 
     def _have_stepped(self, names: list[str]) -> bool:
         """Whether the optimizer of any of these parameters has stepped."""
@@ -335,7 +335,7 @@ class Recorder:
         assert self.hooks is not None
         number = len(self.micro)
         if number == 0:
-            own = tree.named_parameters(self.model)
+            own = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
         state = tree.state_of(self.model).items()
         changed = {name: one for name, one in state if self.attributes.get(name) != one[0]}
@@ -343,7 +343,7 @@ class Recorder:
         for name, buffer in [*self.model.named_buffers(), *of_state]:
             last, self.buffers[name] = self.buffers.get(name), digest_of(buffer)
             if last != self.buffers[name]:
-                self.kept.keep_shard(f"buffer/{number}/{tree.clean(name)}", buffer)
+                self.kept.keep_shard(f"buffer/{number}/{wrapped.clean(name)}", buffer)
         self.hooks.begin(number)
         about: dict[str, Any] = {
             "tensors": [],
@@ -363,7 +363,7 @@ class Recorder:
             "channels_last": [],
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [
-                tree.clean(name) for name, module in self.model.named_modules() if not module.training
+                wrapped.clean(name) for name, module in self.model.named_modules() if not module.training
             ],
         }
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
@@ -534,7 +534,7 @@ class Recorder:
         if not self.micro or self.engine_steps:
             return
         self._see_ranks()
-        own = tree.named_parameters(self.model)
+        own = wrapped.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in own.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self.optimizers and self._is_of_another_model(optimizer):
@@ -594,7 +594,7 @@ class Recorder:
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
         if id(optimizer) not in self.of_others:
-            own = {id(parameter) for parameter in tree.named_parameters(self.model).values()}
+            own = {id(parameter) for parameter in wrapped.named_parameters(self.model).values()}
             holding = [
                 one
                 for one in gc.get_objects()
@@ -616,7 +616,7 @@ class Recorder:
         self.updating, self.stepping = False, None
         if not self.optimizers or self.engine_steps:
             return
-        own = tree.named_parameters(self.model)
+        own = wrapped.named_parameters(self.model)
         for name, parameter in own.items():
             self.kept.keep_updated(name, parameter)
         number = len(self.optimizers) - 1
@@ -656,7 +656,7 @@ class Recorder:
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
             "hooked_parameters": [
-                name for name, one in tree.named_parameters(self.model).items() if one._backward_hooks
+                name for name, one in wrapped.named_parameters(self.model).items() if one._backward_hooks
             ],
             "places": self.kept.places,
             "unchanged": self.kept.unchanged,

@@ -2,292 +2,22 @@
 
 import functools
 import itertools
-import math
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from lockstep.dumps import pieces, tree
+from lockstep.dumps import building
+from lockstep.dumps.called import Called, put_together, require_whole
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recorder import FORMAT
+from lockstep.dumps.recorded_step import FORMAT, Origin, RunStep, RunSteps, Step
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
-from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole, validate
+from lockstep.ground.schemas import validate
 
 REMEDY = "record again"
-IGNORED = (-100, -1)  # labels that count for no token
-LABELS = ("label", "target")  # in the names of what a model is called with
-LOG_PROBS = "log_probs"  # what a model of TRL returns in the place of logits
-Plain = bool | int | MayBreakDown | str | None
-
-
-class Origin(Strict):
-    """How the run was made (lockstep/ground/origin.py); empty in an older recording."""
-
-    command: str = ""
-    script: str = ""  # as it was typed
-    device: str = ""  # of rank 0
-    seed: str = ""  # torch's, of rank 0
-    tf32: list[Name] = []  # what a GPU computes of float32 in TF32
-    date: str = ""
-    versions: dict[Name, Name] = {}
-
-
-class MicroBatch(Strict):
-    tensors: list[Name]
-    plain: dict[Name, Plain]
-    # The places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
-    inputs: list[Name]
-    structure: str
-    left_out: list[Name]
-    autocast: Name | None
-    param_dtype: Name | None = None  # which FSDP2 computes in
-    reduce_dtype: Name | None = None  # and reduces gradients in
-    used: bool
-    asked: bool = False  # by torch.autograd.grad alone
-    reached: bool = False  # by a backward pass
-    # In the loss of another model, whose optimizer stepped then; or for the gradient of the batch alone
-    elsewhere: bool = False
-    differentiated: bool = False  # in turn
-    together: bool = False  # with the one before: no gradient had arrived there yet
-    scalars: dict[Name, MayBreakDown]
-    scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
-    loss: MayBreakDown | None = None
-    evaluated: list[str]  # modules in evaluation mode
-    drawn: bool = False  # random numbers from torch's generator, in the forward pass
-    generators: dict[
-        Name, Any
-    ] = {}  # their states before it: Python's and numpy's, if the model drew from them
-    compiled: bool = False  # perhaps by code that torch.compile made
-    attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
-    channels_last: list[Name] = []  # of the tensors, by their order in memory
-
-
-class Clip(Strict):
-    max_norm: MayBreakDown
-    norm: MayBreakDown
-    factor: MayBreakDown  # by which gradients are multiplied
-    by_value: bool = False  # each element, to at most max_norm
-    later: bool = False  # after the gradients were recorded
-    too_late: bool = False  # after the update
-    after: Whole | None = None  # so many micro batches; None: all of them
-    parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
-    beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
-
-    def has(self, name: str) -> bool:
-        return self.parameters is None or name in self._names
-
-    @functools.cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.parameters or ())
-
-
-class Optimizer(Strict):
-    kind: Annotated[Name, Field(alias="class")]
-    groups: list[dict[str, Any]]
-    number: Whole = 0  # in the order of a step
-    attributes: dict[str, Any] = {}
-    state: dict[Name, dict[str, Any]] = {}  # by parameter
-    strangers: Whole
-    replicas: list[
-        list[int]
-    ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
-    again: bool = False  # it has stepped before, with the same gradient
-    compiled: bool = False  # its step, by torch.compile
-
-    @property
-    def is_of_deepspeed(self) -> bool:
-        return self.kind.startswith("deepspeed.")
-
-
-class Place(Strict):
-    full: list[Whole] | None = None
-    start: list[Whole] | None = None
-    shape: list[Whole] | None = None
-
-
-class Step(Strict):
-    """One rank's file of one step."""
-
-    format: int
-    world_size: Count
-    rank: Whole
-    step: Count
-    torch: Name
-    data_parallel: list[Whole]
-    groups: list[list[Whole]] = []  # of ranks that communicate
-    frozen: list[Name]  # parameters that require no gradient
-    attributes: dict[Name, Any] = {}  # as MODULE:NAME, as they were when the recording began
-    micro_batches: list[MicroBatch]
-    clips: list[Clip]
-    optimizers: list[Optimizer]
-    channels_last: list[Name] = []  # parameters
-    hooked_parameters: list[Name] = []  # by register_hook
-    hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
-    reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
-    of_others: Whole = 0  # tensors that the optimizers of other models hold
-    skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
-    places: dict[Name, list[Place]]
-    unchanged: list[Name]  # weights that are what the step before ended with, and written there
-    changed: list[Name]  # weights and state that are not
-
-    def clipped(self, name: str) -> float:
-        """What clipping multiplied the recorded gradient of a parameter with."""
-        return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
-
-    @property
-    def clipped_early(self) -> int | None:
-        """After how many micro batches a gradient was clipped that was not complete."""
-        micro = len(self.micro_batches)
-        return next((one.after for one in self.clips if one.after is not None and one.after < micro), None)
-
-    @property
-    def of_model(self) -> set[str]:
-        """The parameters of this rank's model."""
-        return {name for name in self.places if name.startswith("weight/")}
-
-    @property
-    def held(self) -> list[str]:
-        """The model's parameters that optimizers hold; one comes as often as it is held."""
-        return [
-            name
-            for optimizer in self.optimizers
-            for group in optimizer.groups
-            for name in group["params"]
-            if name
-        ]
-
-
-class RunStep(Strict):
-    """What is kept of every step of a rank (lockstep/dumps/whole_run.py)."""
-
-    samples: list[list[int]]
-    rates: list[MayBreakDown]
-    scheduled: dict[Name, Whole]
-    data_sets: list[Whole]
-    shuffled: bool
-    replicas: list[Count]
-    evaluated: Whole  # calls in evaluation mode that were trained on
-
-
-class RunSteps(Strict):
-    steps: list[RunStep]
-
-
-@dataclass
-class Called:
-    """One micro batch, and the ranks that were called with it."""
-
-    number: int  # in its step, from 0
-    ranks: list[int]
-    about: MicroBatch
-    tensors: dict[str, torch.Tensor]
-    losses: dict[int, float] = field(default_factory=dict)  # by rank
-    # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
-    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
-    piece: "Piece | None" = None  # of samples that are cut
-    random: torch.Tensor | None = None  # the state of torch's generator before it, if the model drew from it
-    of_tensors: bool = (
-        False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
-    )
-    instead: dict[str, Any] = field(default_factory=dict)  # of what the model was called with, for a trial
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether zeros alone arrived at what the model returned, or a piece has no label."""
-        if self.piece is not None and self.piece.labels == 0:
-            return True
-        known = self.about.loss is None or self.of_tensors
-        return known and not self.arrived and not any(self.about.scalars.values())
-
-    @property
-    def twice(self) -> "Called":
-        """The same, with twice the gradients that arrived."""
-        scalars = {name: 2 * one for name, one in self.about.scalars.items()}
-        arrived = {name: 2 * one for name, one in self.arrived.items()}
-        return replace(self, about=self.about.model_copy(update={"scalars": scalars}), arrived=arrived)
-
-    @property
-    def first(self) -> "Called":
-        """The first piece of its samples."""
-        return self if self.piece is None else self.piece.all[0]
-
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether the loop makes a loss of its own, with the model's own in it or without it."""
-        return self.about.loss is None or bool(self.arrived)
-
-    def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
-        """Whether another micro batch is the same, bit for bit."""
-        return (
-            self.tensors.keys() == tensors.keys()
-            and self.about.plain == about.plain
-            and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
-        )
-
-
-@dataclass
-class Piece:
-    """A micro batch is called again with all pieces, and with the labels of its own alone: what others have in their places counts for no token."""
-
-    pieces: pieces.Pieces
-    number: int
-    all: list[Called]  # in their order; this one, too
-    own: dict[str, torch.Tensor]  # what its ranks were called with
-    labels: int | None  # that it has; None if none are known
-
-    def cut(self, whole: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-        """What this piece has of a tensor."""
-        return self.pieces.cut(whole, self.number, shape)
-
-
-def _put_together(found: list[Called], groups: list[list[int]]) -> None:
-    """Micro batches that are pieces of the same samples, as their positions say, get the tensors of all. Their ranks communicate."""
-    for number, group in itertools.product(sorted({one.number for one in found}), sorted(groups, key=len)):
-        of_ranks = {rank: one for one in found if one.number == number for rank in one.ranks}
-        members = list({id(of_ranks[rank]): of_ranks[rank] for rank in group if rank in of_ranks}.values())
-        positions = [pieces.positions_of(one.tensors) for one in members]
-        known = [one for one in positions if one is not None]
-        if len(known) < max(len(members), 2) or any(one.piece for one in members):
-            continue
-        cut = pieces.find(known)
-        if cut is not None:
-            own = [one.tensors for one in members]
-            shared = [name for name in own[0] if all(name in one for one in own)]
-            whole = {name: cut.joined([one[name] for one in own]) for name in shared}
-            for place, one in enumerate(members):
-                one.tensors = own[place] | {name: of for name, of in whole.items() if of is not None}
-                one.piece = Piece(cut, place, members, own[place], _mask_labels(one, cut, place))
-
-
-def _require_whole(called: Called) -> None:
-    """Raise UserError for a piece, as its positions say, whose others were not found."""
-    positions = None if called.piece else pieces.positions_of(called.tensors)
-    if positions is None or int(positions.min()) <= 1:  # 1 is that of padding
-        return
-    if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:  # not of some tokens, such as masked ones
-        raise UserError(
-            f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
-            "a piece of samples is judged with the others, whose ranks are a group"
-        )
-
-
-def _mask_labels(called: Called, cut: pieces.Pieces, place: int) -> int | None:
-    """Leaves the labels of one piece; returns how many, None if none are known."""
-    number = None
-    for name, tensor in called.tensors.items():
-        known = any(word in name.lower() for word in LABELS) and not tensor.is_floating_point()
-        if known and tensor.shape[-1:] == (cut.length,):
-            ignored = next((one for one in IGNORED if bool((tensor == one).any())), IGNORED[0])
-            own = cut.places[place]
-            called.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, own, tensor[..., own])
-            number = (number or 0) + int((called.tensors[name] != ignored).sum())
-    return number
 
 
 class Recording:
@@ -353,7 +83,7 @@ class Recording:
 
     def build(self) -> torch.nn.Module:
         """The recorded model, with its parameters on the meta device."""
-        return tree.build(self.tree, self._load(self.folder / "model.safetensors"))
+        return building.build(self.tree, self._load(self.folder / "model.safetensors"))
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
@@ -551,9 +281,9 @@ class Recording:
                 f"{self._path(again.ranks[0], step)}: the gradient at what the model returned for micro batch {again.number} is differentiated again "
                 "(create_graph=True), as by a gradient penalty; record a run without it, or let the model return the penalty"
             )
-        _put_together(found, [group for about in self.steps[step - 1].values() for group in about.groups])
+        put_together(found, [group for about in self.steps[step - 1].values() for group in about.groups])
         for called in found:
-            _require_whole(called)
+            require_whole(called)
         if not any(one.about.used for one in found):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "

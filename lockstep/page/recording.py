@@ -5,7 +5,8 @@ from operator import attrgetter
 
 import torch
 
-from lockstep.dumps.recording import Recording, Step
+from lockstep.dumps.recorded_step import Step
+from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
 from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View, short
 from lockstep.page.writing import write as write_page

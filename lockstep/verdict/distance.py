@@ -5,7 +5,7 @@ largest   max |T - T*|       one element far off
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +98,8 @@ class _Sums:
     def add(self, values: np.ndarray) -> None:
         self.square += float(np.dot(values, values))
         # a tensor may have no elements
-        self.largest = max(self.largest, float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
+        most, least = (float(of.reduce(values, initial=0.0)) for of in (np.maximum, np.minimum))
+        self.largest = max(self.largest, most, -least)
 
     def result(self) -> Size:
         return (
@@ -157,10 +158,26 @@ class Measured:
 QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
-def distance_of(own: torch.Tensor, reference: torch.Tensor, before: torch.Tensor | None = None) -> Distance:
-    """Of two tensors in memory, of one shape and not empty. With `before`, they should show a change from it."""
-    flat = [tensor.detach().reshape(-1) for tensor in (own, reference, before) if tensor is not None]
-    return distance_of_pieces(zip(*(tensor.split(BLOCK) for tensor in flat), strict=True))
+def distance_of(own: torch.Tensor, reference: torch.Tensor) -> Distance:
+    """Of two tensors in memory, of one shape and not empty."""
+    return distances_of([own], reference)[0]
+
+
+@QUIET
+def distances_of(
+    tensors: Sequence[torch.Tensor], reference: torch.Tensor, before: torch.Tensor | None = None
+) -> list[Distance]:
+    """The same of several tensors, in one pass over the reference. With `before`, they should show a change from it."""
+    wanted = _Sums()
+    found = [_Comparison(wanted) for _ in tensors]
+    sources = [reference, *([] if before is None else [before]), *tensors]
+    for blocks in zip(*(one.detach().reshape(-1).split(BLOCK) for one in sources), strict=True):
+        exact, *others = (block.double().numpy() for block in blocks)
+        change = None if before is None else exact - others.pop(0)
+        wanted.add(exact)
+        for comparison, values in zip(found, others, strict=True):
+            comparison.add(values, exact, change)
+    return [one.distance() for one in found]
 
 
 @QUIET
@@ -170,16 +187,6 @@ def size_of(tensor: torch.Tensor) -> Size:
     for block in tensor.detach().flatten().split(BLOCK):
         found.add(block.double().numpy())
     return found.result()
-
-
-@QUIET
-def distance_of_pieces(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Distance:
-    """The same of flat pieces of (the tensor, the reference, what was before if that counts)."""
-    found = _Comparison()
-    for blocks in pieces:
-        values, exact, *old = (block.double().numpy() for block in blocks)
-        found.add(values, exact, exact - old[0] if old else None)
-    return found.distance()
 
 
 def distance_of_numbers(own: float, reference: float) -> Distance:

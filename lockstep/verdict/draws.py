@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lockstep.dumps.recording import Called
+from lockstep.dumps.called import Called
 from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-PIECE = 1 << 22  # elements of a tensor that memory has at a time
+PIECE = 1 << 16  # elements of a tensor at a time: they stay in the cache, and need no fresh memory
 RATE = 1e-6  # of false alarms, of all projections of a run
 BLOCKS = 32  # at most, that a dim is cut into
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first

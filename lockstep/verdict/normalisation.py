@@ -8,11 +8,12 @@ whatever the loss is divided by. So the weights are measured, never assumed. The
 their squares, so fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
 """
 
+import functools
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,29 +33,34 @@ Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 class Fit:
     """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor.
 
-    `largest_term` is the size of the largest tensor of a sum, relative to the sum, in a typical gradient.
+    `largest_term` is the size of the largest tensor of a sum, relative to the sum, in a typical gradient. `squares` are the products of the
+    columns with each other, by tensor.
     """
 
     weights: torch.Tensor
     rest: dict[str, float]
     largest_term: float = 0.0
+    squares: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def typical(self) -> float:
         return statistics.median(self.rest.values())
 
 
-def fit(observed: Gradients, columns: list[Gradients], factors: Factors | None = None) -> Fit:
+def fit(
+    observed: Gradients, columns: list[Gradients], factors: Factors | None = None, like: Fit | None = None
+) -> Fit:
     """The weights with which the columns, times each tensor's factor, make the observed gradients; each tensor counts alike.
 
-    Tensors that are zero are left out.
+    Tensors that are zero are left out. `like` is a fit of the same columns to other gradients.
     """
     products: Products = {}
+    squares = {} if like is None else like.squares
     for name in observed:
         size = _norm(_pieces(observed, name))
         if size > 0:
-            square, right = _products(observed, columns, factors, name)
-            products[name] = (square / size**2, right / size**2)
+            squares[name], right = _products(observed, columns, factors, name, squares.get(name))
+            products[name] = (squares[name] / size**2, right / size**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
     counts = dict.fromkeys(products, 1.0)
@@ -66,21 +72,26 @@ def fit(observed: Gradients, columns: list[Gradients], factors: Factors | None =
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
     terms = ((square.diagonal().sqrt() * weights).abs().max() for square, _ in products.values())
     rest = Sum(observed, columns, weights, factors).rest()
-    return Fit(weights, rest, statistics.median(map(float, terms)))
+    return Fit(weights, rest, statistics.median(map(float, terms)), squares)
 
 
 def _products(
-    observed: Gradients, columns: list[Gradients], factors: Factors | None, name: str
+    observed: Gradients,
+    columns: list[Gradients],
+    factors: Factors | None,
+    name: str,
+    square: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`square` are the products of the columns with each other, if they are known."""
     own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
     each = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
     for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
         for row, column in enumerate(of_columns):
             with_observed[row] += np.dot(column, piece)
-            for other in range(row + 1):
+            for other in range(row + 1) if square is None else ():
                 own[row, other] += np.dot(column, of_columns[other])
-    return own + own.tril(-1).T, with_observed
+    return own + own.tril(-1).T if square is None else square, with_observed
 
 
 def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
@@ -161,10 +172,10 @@ def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
         return
     weights = [weight for weight, _ in found]
     for pieces in zip(*(_pieces(column, name) for _, column in found), strict=True):
-        yield sum(
-            (piece * weight for weight, piece in zip(weights[1:], pieces[1:], strict=True)),
-            pieces[0] * weights[0],
+        terms = (
+            piece if weight == 1 else piece * weight for weight, piece in zip(weights, pieces, strict=True)
         )
+        yield functools.reduce(torch.add, terms)
 
 
 def _norm(pieces: Iterable[torch.Tensor]) -> float:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from lockstep.dumps.called import Called, Piece
 from lockstep.dumps.model_outputs import mapped
-from lockstep.dumps.recording import Called, Piece
 from lockstep.ground.errors import UserError, first_line
 from lockstep.verdict.recorded_loss import CLOSE
 

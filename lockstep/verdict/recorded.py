@@ -7,45 +7,35 @@ float64 from the gradients that the run had.
 
 import contextlib
 import functools
-import itertools
 import math
 import statistics
 
 import torch
 
-from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import LOG_PROBS, Called, Recording
+from lockstep.dumps.called import LOG_PROBS
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.verdict import (
     draws,
     normalisation,
-    recorded_pieces,
-    recorded_task,
     recorded_update,
     redrawn,
 )
 from lockstep.verdict.alone import sentence
-from lockstep.verdict.computed import Computed
-from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
+from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
-from lockstep.verdict.recorded_alone import Alone
-from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
+from lockstep.verdict.recorded_free import Free, columns_of
 from lockstep.verdict.recorded_ranks import Ranks
-from lockstep.verdict.recorded_reference import Reference
 from lockstep.verdict.recorded_rows import StepVerdict, Wrong, described, judged_gradients
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
 ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
-SAME = 1e-9  # relative: two passes in float64
-NOT_LINEAR = (
-    "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
-)
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 
 
@@ -77,50 +67,10 @@ def _bytes_of_weights(recording: Recording) -> int:
 
 def _unusable(gradients: Gradients) -> str:
     """Why nothing can be said of what these gradients are made of, in a sentence; "" if it can."""
-    sizes = {name: float(tensor.double().norm()) for name, tensor in gradients.items()}
-    broken = next((name for name, size in sizes.items() if not math.isfinite(size)), None)
+    broken = next((name for name, tensor in gradients.items() if not tensor.isfinite().all()), None)
     if broken is not None:
         return f"the gradient of {broken} is not finite"
-    return "" if any(sizes.values()) else "no parameter has a gradient other than zero"
-
-
-def _not_linear(
-    reference: Reference, called: Called, told: dict[str, torch.Tensor], first: Computed
-) -> str | None:
-    """A parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
-
-    Raises UserError for a model that draws random numbers. `first` is what the reference gave for the micro batch.
-    """
-
-    def other(again: Computed, factor: float) -> str | None:
-        pairs = ((name, factor * one, again.gradients[name]) for name, one in first.gradients.items())
-        return next(
-            (name for name, one, own in pairs if float((own - one).norm()) > SAME * float(one.norm())), None
-        )
-
-    # That of the loss itself is divided by what arrived there.
-    twice = reference.compute(called.twice, told)
-    name = other(twice, 1.0 if first.loss is not None else 2.0)
-    if name is None and twice.loss == first.loss:
-        return None
-    again = reference.compute(called, told)
-    if again.loss != first.loss or other(again, 1.0) is not None:
-        raise UserError(
-            "two passes of the recorded model over one micro batch differ: it draws random numbers that are not those of torch on CPUs, Python's random or numpy.random, "
-            "or changes its own weights, so no reference can follow it; record a run in which it does neither"
-        )
-    return name
-
-
-def _loss_noise(exact: Computed, near: Computed) -> float:
-    """The standard deviation of a loss, relative, whose logits are off as far as the yardstick's are, each independently of the others.
-
-    With the gradient g at the logits, that of a sum of g_i times errors of one size is |g| times this size.
-    """
-    if exact.loss is None or exact.logits is None or near.logits is None or exact.at_logits is None:
-        return 0.0
-    errors = near.logits.double() - exact.logits
-    return float(exact.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(exact.loss)
+    return "" if any(map(torch.any, gradients.values())) else "no parameter has a gradient other than zero"
 
 
 class _Step:
@@ -148,10 +98,7 @@ class _Step:
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
-        self.loss_noise = 0.0
         self.alone_in_loss: list[str] = []  # parameters
-        self.exact: list[Computed] = []
-        self.near: list[Computed] = []
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict, ranks = self.verdict, self.of_ranks
@@ -197,7 +144,7 @@ class _Step:
             return verdict
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
-        for one in (*self.exact, *self.near):
+        for one in (*self.free.exact, *self.free.near):
             one.gradients = {}  # they take the most room
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
@@ -218,27 +165,38 @@ class _Step:
         Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
         what is wrong in modules).
         """
-        verdict, near = self.verdict, self.near
-        modules_wrong = self._compute(weights)
+        verdict = self.verdict
+        self.free = Free(
+            self.recording,
+            verdict,
+            self.micro,
+            weights,
+            self.loss,
+            streamed=self.streamed,
+            redraws=self.redraws,
+        )
+        modules_wrong = self.free.judge(self.of_ranks)
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
         self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
-        columns = self._columns(self.exact)
+        columns = columns_of(self.free.exact)
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
         fitted = normalisation.fit(self.gradients, columns, self.clipped)
-        yardstick = Sum(self.gradients, self._columns(near), fitted.weights, self.clipped)
+        yardstick = Sum(self.gradients, columns_of(self.free.near), fitted.weights, self.clipped)
         self.of_ranks.judge_samples()
-        self._judge_losses(near)
+        self.free.judge_losses()
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
-            again = normalisation.fit(yardstick, columns, self.clipped)
+            again = normalisation.fit(yardstick, columns, self.clipped, like=fitted)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(verdict, self.ranks, self.micro, self.exact, made_of, elsewhere, norm, beside)
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
+            )
             weights_of = weighed.judge(fitted, again, expect)
             if weighed.of_some:
-                yardstick = Sum(self.gradients, self._columns(near), weights_of, self.clipped)
+                yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
             terms = fitted.weights[len(self.micro) :]
             means = self._means_of_ranks()
@@ -248,7 +206,7 @@ class _Step:
             elif self.of_ranks.unreduced:
                 self._count_on_odd_rank(columns, fitted.weights, weighed)
         right = made_of(weights_of)
-        rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.precision)
+        rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.verdict.precision)
         verdict.rows += rows
         self._judge_kept_gradient(rows)
         if nominal is not None:
@@ -306,15 +264,15 @@ class _Step:
 
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
         """Whether these are the gradients for `weights` of the micro batches' losses."""
-        right, near = (Sum(means, self._columns(of), weights) for of in (self.exact, self.near))
-        rows = judged_gradients(self.verdict.step, means, right, near, self.precision)
+        right, near = (Sum(means, columns_of(of), weights) for of in (self.free.exact, self.free.near))
+        rows = judged_gradients(self.verdict.step, means, right, near, self.verdict.precision)
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:
         """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
-        if any(one.loss is not None for one in self.exact):
+        if any(one.loss is not None for one in self.free.exact):
             return {}
-        used = {name for one in self.exact for name in one.gradients}
+        used = {name for one in self.free.exact for name in one.gradients}
         every, alone = self.gradients, [name for name in self.gradients if name not in used]
         if not used or not alone:
             return {}
@@ -322,105 +280,18 @@ class _Step:
         self.alone_in_loss = [name for name in alone if every[name].any()]
         return {name: float(every[name].double().norm()) for name in alone}
 
-    def _recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
-        """(what modules returned for a micro batch and what arrived there, the choices among it)."""
-        own = self.recording.of_modules(self.verdict.step, called)
-        told = {
-            module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
-        }
-        if called.piece is not None:  # the whole is told what all pieces chose
-            of_all = [self.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
-            for module, choice in told.items():
-                name = f"forward/{called.number}/{module}"
-                whole = called.piece.pieces.joined_rows([of[name][0][1] for of in of_all])
-                told[module] = choice if whole is None else whole
-        return own, told
-
-    def _compute(self, weights: Gradients) -> bool:
-        """Fills `exact` and `near`: what each micro batch gives, in float64 and in the run's dtype. Returns whether a module is wrong."""
-        exact, plain = (
-            Reference(
-                self.recording,
-                self.verdict.step,
-                weights,
-                self.loss,
-                exact=exact,
-                streamed=self.streamed,
-            )
-            for exact in (True, False)
-        )
-        exact.drawn = plain.drawn
-        if exact.kernels:
-            self.verdict.notes.append(
-                f"the model's attention was computed by {and_more(exact.kernels)}; the reference computes the same in plain torch"
-            )
-        modules = Modules(self.verdict, self.precision)
-        self.alone = Alone(self.verdict, self.precision, exact, plain, len(self.recording.steps))
-        for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):
-            pieces = list(same)
-            recorded = [self._recorded(called) for called in pieces]
-            for called, (_, told) in zip(pieces, recorded, strict=True):
-                for reference, kept in ((plain, self.near), (exact, self.exact)):
-                    kept.append(reference.compute(called, told))
-                if not self.streamed:  # whose units are computed twice
-                    recorded_task.note_buffers(self.verdict, called, exact, plain)
-                if self.redraws:
-                    redrawn.draw_again(plain, self.near[-1], self.exact[-1], called, told)
-                if self.verdict.step == 1 and len(self.exact) == 1:
-                    odd = _not_linear(exact, called, told, self.exact[0])
-                    if odd and self.exact[0].arrived == 1 and self.exact[0].loss is not None:
-                        self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {odd}; here, 1 arrives")
-                    elif odd:
-                        self.verdict.wrong.append(
-                            f"{NOT_LINEAR}, such as that of {odd}: a function's backward method forgets what it is given"
-                        )
-            rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
-            for right, measured in zip(rights, near, strict=True):
-                measured.terms = {name: measured.terms[name] for name in right.terms}
-            for computed in (rights, near):
-                as_pieces(computed, pieces, [own for own, _ in recorded])
-            for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
-                modules.add(called.number, called.ranks, own, right, measured)
-                right.arrived *= modules.scales.get((called.number, called.ranks[0]), 1.0)
-                self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
-                for one in (right, measured):
-                    one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
-        if self.verdict.step == 1:
-            recorded_task.judge(self.verdict, exact, self.micro, self.exact)
-        recorded_task.judge_replicas(self.verdict, exact, self.micro)
-        before = len(self.verdict.wrong)
-        wrong = modules.close()
-        first = next((row for row in modules.rows.values() if row.too_far), None)
-        if first is not None and first.which_pass == "forward":
-            why = self.of_ranks.unlike(
-                first.name.removeprefix("forward/"),
-                [rank for rank, one in first.ranks.items() if not one <= 1],
-            )
-            if not why and self.verdict.pieces == 1 and self.verdict.step == 1:
-                name = first.name.replace("/", "/0/", 1)
-                of_odd = (
-                    one for one in self.micro if one.number == 0 and first.ranks.get(one.ranks[0], 0) > 1
-                )
-                why = recorded_pieces.explain_cache(exact, next(of_odd, self.micro[0]), name)
-                why = why or recorded_pieces.explain(exact, self.micro, name)
-            self.verdict.wrong[before:before] = why
-            if self.of_ranks.unreduced:  # they differ as what they come from does
-                self.of_ranks.say_of_unreduced("", instead=True)
-                self.verdict.wrong.sort(key=lambda said: said.startswith("gradients differ"))
-        return wrong
-
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
-        if any(math.isnan(one.arrived) for one in self.exact):
+        if any(math.isnan(one.arrived) for one in self.free.exact):
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
             self._say_gradients()
             return
-        for called, right, near in zip(self.micro, self.exact, self.near, strict=True):
-            self.alone.add(called, *self._recorded(called), right, near)
+        for called, right, near in zip(self.micro, self.free.exact, self.free.near, strict=True):
+            self.free.alone.add(called, *self.free.recorded(called), right, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
-        rows = self.alone.judge(self.gradients, nominal if known else None, self.clipped)
+        rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped)
         self.verdict.alone = rows
         self._say_gradients()
         first = next((row for row in rows if row.too_far), None)
@@ -434,11 +305,6 @@ class _Step:
         found = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
         return {one for one in found if one is not None} - {"torch.float32", "torch.float64"}
 
-    @property
-    def precision(self) -> str:
-        """Of the arithmetic: whether it is float32 throughout."""
-        return "autocast" if self.verdict.lowered else "fp32"
-
     def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
@@ -450,7 +316,7 @@ class _Step:
             )
         for name in weights:
             size = max(
-                float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.exact
+                float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.free.exact
             )
             holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
@@ -468,11 +334,6 @@ class _Step:
                 )
         return found
 
-    def _columns(self, computed: list[Computed]) -> list[Gradients]:
-        """The gradients of the losses of all micro batches, then those of their further terms."""
-        found = [one.gradients for one in computed]
-        return found + [term.gradients for one in computed for term in one.terms.values()]
-
     def _judge_kept_gradient(self, rows: list[Judgement]) -> None:
         """Whether what is too much in the gradients that are too far is that of the step before."""
         last = self.verdict.step - 1
@@ -481,7 +342,7 @@ class _Step:
             return
         own = Lazy(wrong, lambda name: self.gradients[name])
         kept = Lazy(wrong, lambda name: self.of_ranks.whole(last, f"gradient/{name}"))
-        columns = self._columns(self.exact)
+        columns = columns_of(self.free.exact)
         without, with_it = (
             normalisation.fit(own, some, self.clipped) for some in (columns, [*columns, kept])
         )
@@ -515,29 +376,6 @@ class _Step:
                     "as where its reduction is in 16 bits",
                 )
                 return
-
-    def _judge_losses(self, near: list[Computed]) -> None:
-        """Every loss is a draw of the same rounding errors, and one may be small by chance.
-
-        So the measure is the yardstick's largest, and at least what the errors of its logits let expect.
-        """
-        pairs = [
-            (one.loss, own.loss)
-            for one, own in zip(self.exact, near, strict=True)
-            if one.loss is not None and own.loss is not None
-        ]
-        measure = max((abs(own - right) / abs(right) for right, own in pairs), default=0.0)
-        measure = max(measure, self.loss_noise)
-        tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
-        for called, exact in zip(self.micro, self.exact, strict=True):
-            if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
-                continue
-            for rank, loss in called.losses.items():
-                name = f"loss of micro batch {called.number}, rank {rank}"
-                if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
-                    self.verdict.wrong.append(
-                        Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
-                    )
 
     def _say_gradients(self) -> None:
         """Says which gradients are too far from the sum of the micro batches'."""

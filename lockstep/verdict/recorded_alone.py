@@ -6,7 +6,7 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
-from lockstep.dumps.recording import LOG_PROBS, Called
+from lockstep.dumps.called import LOG_PROBS, Called
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
@@ -20,10 +20,10 @@ from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
 class Alone:
     """`exact` and `plain` compute in float64 and in the run's dtypes. `steps` of the run are judged."""
 
-    def __init__(self, verdict: StepVerdict, precision: str, exact: Reference, plain: Reference, steps: int):
-        self.verdict, self.precision, self.exact, self.plain = verdict, precision, exact, plain
+    def __init__(self, verdict: StepVerdict, exact: Reference, plain: Reference, steps: int):
+        self.verdict, self.exact, self.plain = verdict, exact, plain
         self.factors = Factors(steps)
-        self.modules = Modules(verdict, precision, self.factors)
+        self.modules = Modules(verdict, verdict.precision, self.factors)
         self.right: list[Gradients] = []
         self.near: list[Gradients] = []
 
@@ -78,6 +78,6 @@ class Alone:
             for name, one in self.exact.recording.skeleton.named_parameters()
         }
         rows = judged_gradients(
-            self.verdict.step, observed, right, near, self.precision, self.factors, reduced_in
+            self.verdict.step, observed, right, near, self.verdict.precision, self.factors, reduced_in
         )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

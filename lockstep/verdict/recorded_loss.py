@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps.recording import IGNORED, LABELS, Called
+from lockstep.dumps.called import IGNORED, LABELS, Called
 from lockstep.verdict.judgement import FLOOR
 
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens

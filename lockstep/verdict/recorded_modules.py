@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.called import Called
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called
 from lockstep.verdict.computed import Computed
-from lockstep.verdict.distance import Distance, distance_of
+from lockstep.verdict.distance import Distance, distance_of, distances_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
@@ -80,7 +80,7 @@ class Modules:
             if tensor.shape != exact[name].shape or name not in near:
                 self.left_out.add(module_of(name))
             elif tensor.is_floating_point() and tensor.numel():
-                right, plain = exact[name], near[name].double()
+                right, plain = exact[name], near[name]
                 if name.startswith("backward"):
                     # A library may scale the loss's gradient after it was recorded there, so it is measured where it arrives first.
                     # Of one process's, which rounds as the run does: values that lie close together may all round to the same side.
@@ -91,12 +91,12 @@ class Modules:
                         scale = 1.0
                 scales[name] = 1.0 if scale is None else scale
                 if scales[name] != 1:
-                    right, plain = right * scales[name], plain * scales[name]
+                    right, plain = right * scales[name], plain.double() * scales[name]
                 if self.factors is not None:
                     self.factors.add(name, tensor, plain, right, is_weight=False)
                 # One in a lower dtype than one process gives is no better for it
                 tensors[name] = tensor.to(torch.promote_types(tensor.dtype, near[name].dtype))
-                own[name], yardstick[name] = distance_of(tensor, right), distance_of(plain, right)
+                own[name], yardstick[name] = distances_of([tensor, plain], right)
         rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
         add_pictures(
             rows,

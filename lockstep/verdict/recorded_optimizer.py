@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from lockstep.dumps import tree
+from lockstep.dumps.building import Building
 from lockstep.dumps.optimizers import bare, tensors_of
-from lockstep.dumps.recording import Optimizer, Recording
+from lockstep.dumps.recorded_step import Optimizer
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import first_line
 from lockstep.verdict.float64 import Float64
 
@@ -98,8 +100,8 @@ class Replay:
                 raise CannotStep("it draws random numbers")
         return Stepped(optimizer, own)
 
-    def _building(self) -> tree.Building:
-        building = tree.Building({}, self.recording.tree["scripts"])
+    def _building(self) -> Building:
+        building = Building({}, self.recording.tree["scripts"])
         building.packages.add(tree.package_of(self.optimizer.kind))
         # Some keep modules, whose parameters have settings of their own.
         building.modules = dict(self.recording.skeleton.named_modules())
@@ -126,7 +128,7 @@ class Replay:
     def _cast(self, tensor: torch.Tensor, exact: bool) -> torch.Tensor:
         return tensor.double() if exact and tensor.is_floating_point() else tensor
 
-    def _built(self, building: tree.Building, exact: bool, moved: float) -> torch.optim.Optimizer:
+    def _built(self, building: Building, exact: bool, moved: float) -> torch.optim.Optimizer:
         """No constructor is called, as for modules: what it would ask for is not known."""
 
         def read(kind: str, of: object, factor: float) -> Callable[[str], torch.Tensor]:
@@ -164,7 +166,7 @@ def _float32(value: Any) -> Any:
     return float(torch.tensor(value)) if isinstance(value, float) else value
 
 
-def _values(building: tree.Building, said: dict[str, Any]) -> dict[str, Any]:
+def _values(building: Building, said: dict[str, Any]) -> dict[str, Any]:
     return {key: building.value(one) for key, one in said.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.dumps import pieces
-from lockstep.dumps.recording import IGNORED, Called, Piece
+from lockstep.dumps.called import IGNORED, Called, Piece
 from lockstep.ground.errors import UserError
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from lockstep.dumps.recording import Called, Recording, Step
+from lockstep.dumps.called import Called
+from lockstep.dumps.recorded_step import Step
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.verdict.lazy import Lazy

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.verdict.distance import Distance, distance_of, distance_of_numbers
+from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
@@ -51,6 +51,11 @@ class StepVerdict:
     )  # of modules that were computed from their recorded inputs
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def precision(self) -> str:
+        """Of the arithmetic: whether it is float32 throughout."""
+        return "autocast" if self.lowered else "fp32"
 
     def leave(self, said: str) -> None:
         """Say with the verdict what was not judged."""
@@ -106,9 +111,8 @@ def judged_gradients(
     yardstick: dict[str, Distance] = {}
     for name, reference in right.items():
         plain = near[name]
-        distance = distance_of(observed[name], reference)
+        distance, yardstick[f"gradient/{name}"] = distances_of([observed[name], plain], reference)
         own[f"gradient/{name}"] = replace(distance, terms=right.largest_term(name))
-        yardstick[f"gradient/{name}"] = distance_of(plain, reference)
         if factors is not None:
             factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)
     tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}

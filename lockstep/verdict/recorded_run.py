@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.dumps.recording import Recording, RunStep
+from lockstep.dumps.recorded_step import RunStep
+from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.verdict.recorded_rows import Wrong
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.dumps.called import Called
 from lockstep.dumps.module_hooks import module_of
-from lockstep.dumps.recording import Called
 from lockstep.ground.words import and_more
 from lockstep.verdict import recorded_pieces
 from lockstep.verdict.computed import Computed
@@ -207,7 +207,7 @@ def _judge_sight(
     trials = {name: trial for name, trial in _trials(called, tokens, targets).items() if name not in tried}
     if not trials:
         return
-    tried |= trials.keys()
+    tried.update(trials)
     right = reference.logits(called)
     if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
         return

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps.recording import Optimizer, Recording
+from lockstep.dumps.recorded_step import Optimizer
+from lockstep.dumps.recording import Recording
 from lockstep.ground.words import and_more
-from lockstep.verdict.distance import BLOCK, distance_of_pieces, relative
+from lockstep.verdict.distance import distances_of, relative
 from lockstep.verdict.judgement import (
     LIMIT_OF_UPDATE,
     UPDATE_OF_CHANGE,
@@ -341,31 +342,27 @@ def _row(
 
     Where the first of `exact` and others go in different directions, it may be anything between them. `more` is tolerated of the change.
     """
-    found, yardstick = (distance_of_pieces(_against(one, before, exact)) for one in (own, near))
+    if len(exact) == 1:
+        found, yardstick = distances_of([own, near], exact[0], before)
+    else:
+        found, yardstick = (
+            distances_of([one], _between(one, before, exact), before)[0] for one in (own, near)
+        )
     roundoff = torch.finfo(own.dtype).eps / 2
     tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
         found.shown.times(more)
     )
     row = Judgement(step, name, found, *tolerated)
     if row.too_far:
-        reference = torch.cat([piece for _, piece, _ in _against(own, before, exact)])
-        row.picture = draw(own, reference.reshape(own.shape), *tolerated)
+        row.picture = draw(own, _between(own, before, exact), *tolerated)
     return row
 
 
-def _against(
-    own: torch.Tensor, before: torch.Tensor, exact: list[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Flat pieces of what was updated, of its reference and of what it was, so that memory has none of the size of a tensor."""
-    for values, old, *right in zip(
-        *(one.reshape(-1).split(BLOCK) for one in (own, before, *exact)), strict=True
-    ):
-        if len(right) == 1:
-            yield values, right[0], old
-            continue
-        least, most = (functools.reduce(one, right).double() for one in (torch.minimum, torch.maximum))
-        turns = (least < old) & (old < most)
-        yield values, right[0].double().where(~turns, values.double().clamp(least, most)), old
+def _between(own: torch.Tensor, before: torch.Tensor, exact: list[torch.Tensor]) -> torch.Tensor:
+    """The reference of what was updated: the first of `exact`, or where these go in different directions, what is nearest between them."""
+    least, most = (functools.reduce(one, exact).double() for one in (torch.minimum, torch.maximum))
+    turns = (least < before) & (before < most)
+    return exact[0].double().where(~turns, own.double().clamp(least, most))
 
 
 def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.dumps.recording import IGNORED, Called, Clip, Step
+from lockstep.dumps.called import IGNORED, Called
+from lockstep.dumps.recorded_step import Clip, Step
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.verdict import normalisation

@@ -9,7 +9,7 @@ import statistics
 
 import torch
 
-from lockstep.dumps.recording import Called
+from lockstep.dumps.called import Called
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients

@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.dumps.recording import IGNORED, LOG_PROBS, Called
+from lockstep.dumps.called import IGNORED, LOG_PROBS, Called
 from lockstep.verdict.recorded_loss import ALIKE
 
 
