@@ -2006,6 +2006,13 @@ class ScaledOnOneRank(Own):
             one.grad *= 1 + 0.5 * self.rank
 
 
+class OneScaledThenClipped(Own):
+    bound = 0.05
+
+    def reduce(self):
+        self.net.two.weight.grad *= 1 + 0.5 * self.rank
+
+
 class CutOnOneRank(Own):
     def reduce(self):
         for one in self.net.parameters():

@@ -178,5 +178,5 @@ def test_lazy_tensors_are_those_that_are_named():
 def test_a_part_in_words(shape, part, said):
     one = Factor("gradient/x", shape, part, 0.003, 1e-6)
     assert one.describe().startswith(f"{said} 1.003 times")
-    one.where = "in micro batch 0, "
-    assert one.describe().startswith(f"in micro batch 0, {said} 1.003 times")
+    one.where = "micro batch 0, rank 1"
+    assert one.describe().startswith(f"in micro batch 0, rank 1, {said} 1.003 times")

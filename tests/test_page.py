@@ -219,7 +219,7 @@ def test_copies_that_differ_in_a_recording(recordings):
     assert {name for name in content["names"] if name.startswith("gradient/")} <= found.keys()
     # Clipped by norms of 1.037148 and 1.140863
     apart = pytest.approx([1 - 1.037148 / 1.140863], rel=1e-2)
-    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == [[1], [64 * 64], apart]
+    assert found["gradient/model.layers.0.self_attn.q_proj.weight"] == [[1], [64 * 64], apart, True]
     assert payload(recordings["fsdp"])["views"][0]["differing"] == []
 
 

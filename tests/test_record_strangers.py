@@ -5,6 +5,7 @@ import gc
 import pytest
 import record_strangers
 import torch
+from listed import payload
 from ranks import run_groups
 from test_record_bugs import said
 
@@ -130,7 +131,9 @@ WRONG = {
     "Late": "step 2: the gradient is 1 times that of step 1, and has nothing of its own micro batches: it comes one step late",
     "SkippedOnOneRank": "step 1: ranks skipped 0, 1 steps before this one: each sets gradients to zero, after clipping, for itself",
     "ScaledOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
-    "on rank 1 they are 1.5 times as large, so they were changed after they were reduced",
+    "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
+    "OneScaledThenClipped": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
+    "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
     "CutOnOneRank": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
     "most elements of the first are the same on ranks 0 and 1, so it was changed after it was reduced",
     "ReducedFirstAlone": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
@@ -205,6 +208,25 @@ def test_what_did_not_move_is_named(judged):
     note = "note: the update did not change two.bias, which has a gradient"
     assert any(note in line for line in said(judged / "OneLeftOut")[1])
     assert not any("did not change" in line for line in said(judged / "ReducesItself")[1])
+
+
+def test_the_page_names_the_gradient_that_differs(judged):
+    """Clipping by norms that differ makes all others differ, too. The first rank's copy is right if what the gradient is a mean over is known.
+
+    Negative control: gradients that are not reduced, each near enough to a sum that is none.
+    """
+
+    def copies(name):
+        (view,) = [one for one in payload(judged / name / "report.html")["views"] if one["first"]]
+        found = {tensor: right for step, tensor, *_, right in view["differing"] if step == 1}
+        return view["first"][:2], {
+            tensor: one for tensor, one in found.items() if tensor.startswith("gradient")
+        }
+
+    scaled = "gradient/two.weight"
+    assert copies("OneScaledThenClipped") == ([1, scaled], {scaled: True})
+    first, found = copies("ReducedFirstAlone")
+    assert first == [1, "gradient/body.weight"] and len(found) == 6 and not any(found.values())
 
 
 def test_buffers_that_the_loop_changes_are_named(judged):

@@ -83,13 +83,13 @@ def other_weights(case: Case) -> Cause | None:
             off, odd = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
             said = f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not"
             if odd:
-                said += f"; {_ranks(odd)} {'have' if len(odd) > 1 else 'has'} another"
-            others = sum(_was_off(case, one) for one in case.dump.layout.parameters if one != name)
-            if others:
-                said += f"; so {'was' if others == 1 else 'were'} {others} more weights"
+                said += f"; {_ranks(odd)} {'have' if len(odd) > 1 else 'has'} another, which was not judged"
+            others = sum(_was_off(case, one) or _differed(case, one) for one in case.dump.layout.parameters)
+            if others > 1:
+                said += f"; {others - 1} more weights were off or differed between ranks"
             wrong = (case.own(key) - case.right(key)).abs() > case.rows[key].tolerated_largest
             return Cause("weights", "; ".join([said, *case.in_one_share(key, wrong, case.mesh.axes)]))
-        if case.odd_ranks(key) and not any(map(case.odd_ranks, _before_update(name))):
+        if _differed(case, name):
             return Cause(
                 "weights",
                 f"ranks {case.odd_ranks(key)} hold another {name} than other ranks, with equal gradient and moments: "
@@ -109,6 +109,13 @@ def _was_off(case: Case, parameter: str) -> bool:
         case.is_wrong(key)
         and case.factor([case.rows[key]]) is None
         and not any(map(case.is_wrong, _before_update(parameter)[1:]))
+    )
+
+
+def _differed(case: Case, parameter: str) -> bool:
+    """Whether ranks held other copies of a parameter before the step: they do after it, with one gradient and moments."""
+    return bool(case.odd_ranks(f"parameter/{parameter}")) and not any(
+        map(case.odd_ranks, _before_update(parameter))
     )
 
 

@@ -169,6 +169,10 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         if case.first.startswith("parameter/"):  # numbers of ranks have no part in an update
             return [f"its change is {factor:.4g} times the right one{blurred}"]
         return [f"it is {case.in_words(factor)} times the right one{blurred}"]
+    wrong = _wrong_elements(case, own, exact)
+    times = evidence.multiple_of(own[wrong], exact[wrong])
+    if FEW < int(wrong.sum()) < wrong.numel() and _is_multiple(own[wrong], exact[wrong], times):
+        return [f"the wrong elements are {times:.4g} times the right ones"]
     error = own - exact
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):
@@ -200,6 +204,11 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
             if evidence.relative_error([mine], [right]) <= 1e-4 < evidence.relative_error([own], [exact]):
                 said.append(f"each position has the values of the one {what} it")
     return said
+
+
+def _is_multiple(own: torch.Tensor, exact: torch.Tensor, times: float) -> bool:
+    left, off = (evidence.relative_error([own], [one]) for one in (times * exact, exact))
+    return left <= evidence.SAME_FACTOR * off
 
 
 def _samples(case: Case) -> list[str]:

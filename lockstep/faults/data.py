@@ -108,8 +108,8 @@ weights_fault = functools.partial(fault, bug_class="weights", cause="weights", n
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
     evidence=(
-        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not; so were # more weights; only in the share of dp rank 1 of 2",
-        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not; so were # more weights",
+        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not; # more weights were off or differed between ranks; only in the share of dp rank 1 of 2",
+        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not; # more weights were off or differed between ranks",
     ),
     first="forward/model.embed_tokens",
     precisions=WEIGHTS_IN_FP32,
@@ -135,7 +135,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
 
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
-    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not; ranks 0 and 2 have another",
+    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not; ranks 0 and 2 have another, which was not judged",
     first="forward/model.layers.1.input_layernorm",
     axes=("tp",),
     precisions=WEIGHTS_IN_FP32,

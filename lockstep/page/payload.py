@@ -58,7 +58,8 @@ class View:
     excluded: list[str] = field(default_factory=list)
     observed: list[str] = field(default_factory=list)  # about the first wrong tensor
     ranks: list[dict[str, int]] = field(default_factory=list)  # the coordinates of each
-    # Step, tensor, ranks whose copy is another, and, if that is known, of each in how many elements and by how much, relative to the first
+    # Step, tensor, ranks whose copy is another; of a recording, of each in how many elements and by how much, relative to the first rank's,
+    # and whether that one is right if it is near enough
     differing: Sequence[tuple] = ()
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)

@@ -42,7 +42,7 @@ function ranksText(view, step, name, row) {
   const [copies, was] = others.length === 1 ? [`the copy of ${ranksAt(view, others)} differs`, "was"] : [`the copies of ${ranksAt(view, others)} differ`, "were"];
   if (row.far) return `${[far, copies].filter(Boolean).join("; ")}${where.slice(1)}, and ${was} not compared with the reference`;
   const same = judgedOn(view, odd, heldOf(view, name).filter(({ ranks }) => ranks.some((rank) => odd.has(rank))));
-  if (page.kind === "recording") return `${ranksAt(view, others)} ${also} than ${listed(same)}${where}; no copy is known to be right`;
+  if (!isRightCopy(view, step, page.names[name])) return `${ranksAt(view, others)} ${also} than ${listed(same)}${where}; no copy is known to be right`;
   return `${ranksAt(view, others)} alone: ${others.length === 1 ? "it has another copy" : "they have other copies"} than ${listed(same)}${where}, where it is right`;
 }
 

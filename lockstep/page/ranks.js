@@ -6,6 +6,11 @@ function oddOf(view, step, text) {
   return new Map(found.flatMap(([, , ranks, counts, aparts]) => ranks.map((rank, place) => [rank, { count: counts?.[place] ?? null, apart: aparts?.[place] ?? null }])));
 }
 
+/** Whether the copy that was judged is right where it is near enough: in a recording, a gradient that was not reduced may be, too. */
+function isRightCopy(view, step, text) {
+  return page.kind === "verification" || page.views[view].differing.some(([at, tensor, , , , right]) => at === step && tensor === text && right);
+}
+
 /** "rank 1's differs by a relative 8.76e-1 in 64 elements": the copies that differ, as far as that is known. */
 function apartText(odd) {
   const ranks = [...odd.keys()];

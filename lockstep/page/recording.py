@@ -48,7 +48,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         if hasattr(module, "config") and {"q_proj", "c_attn"} & dict(module.named_children()).keys():
             page.heads[name] = [getattr(module.config, entry, None) for entry in HEADS]
     ranks = [{"rank": rank} for rank in recording.steps[0]]
-    differing = [each for step in steps if step.wrong for each in _differing(recording, step.step)]
+    differing = [each for step in steps if step.wrong for each in _differing(recording, step)]
     judged = dict(zip(WAYS, map(attrgetter, ("alone", "rows")), strict=True))
     wrong = [
         (row.step, row.name, row.describe(), way)
@@ -125,10 +125,11 @@ def _size(model: torch.nn.Module) -> str:
     return f"{sum(one.numel() for one in model.parameters()):,} parameters"
 
 
-def _differing(recording: Recording, step: int) -> Iterator[tuple]:
+def _differing(recording: Recording, verdict: StepVerdict) -> Iterator[tuple]:
     """Gradients and updated weights of which ranks have other copies than the first one that holds the same, as `View.differing`."""
-    for kind in ("gradient", "update"):
-        for name in recording.names(step, KEYS[kind]):
+    step = verdict.step
+    for kind, names in (("gradient", verdict.differ), ("update", recording.names(step, KEYS["update"]))):
+        for name in names:
             place, first, odd = f"{KEYS[kind]}/{name}", dict[str, int](), list[tuple]()
             for rank, about in recording.steps[step - 1].items():
                 one = first.setdefault(str(about.places.get(place)), rank)
@@ -137,7 +138,7 @@ def _differing(recording: Recording, step: int) -> Iterator[tuple]:
                     apart = short(distance_of(own, other).relative, 3)
                     odd.append((rank, int((own != other).sum()), apart))
             if odd:
-                yield step, f"{kind}/{name}", *zip(*odd, strict=True)
+                yield step, f"{kind}/{name}", *zip(*odd, strict=True), verdict.is_of_known_mean
 
 
 def _places(ranks: Iterable[Step], name: str) -> Placed:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict
 
 from lockstep.dumps.dump import Dump
 from lockstep.dumps.manifest import MANIFEST
+from lockstep.dumps.module_hooks import module_of
 from lockstep.ground.files import read_json, write_text
 from lockstep.ground.schemas import Sha256, Strict, validate
 from lockstep.verdict.factors import Factor, Factors
@@ -30,15 +31,25 @@ class Alone(Strict):
 
 
 def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
-    """Of a module that has factors in several micro batches, the one that is farthest beyond."""
-    found: dict[str, Factor] = {}
+    """Of a module that has factors in several micro batches, the one that is farthest beyond, and the ranks that have one."""
+    found: dict[str, list[Factor]] = {}
     for factor in sorted(factors.beyond(), key=lambda factor: -factor.multiple):
-        which, _, rest = factor.name.partition("/")
-        number, _, module = rest.partition("/")
-        if which != "gradient":
-            factor = replace(factor, where=f"in micro batch {number}, ")
-        found.setdefault(factor.name if which == "gradient" else f"{which}/{module}", factor)
-    return [replace(row, factor=found.get(row.name)) for row in rows]
+        own = (
+            factor.name
+            if factor.rank is None
+            else f"{factor.name.partition('/')[0]}/{module_of(factor.name)}"
+        )
+        found.setdefault(own, []).append(factor)
+    return [_with_factor(row, found[row.name]) if row.name in found else row for row in rows]
+
+
+def _with_factor(row: Judgement, beyond: list[Factor]) -> Judgement:
+    """`beyond` are the factors of the row's tensor, the farthest first."""
+    first, ranks = beyond[0], dict(row.ranks)
+    for one in beyond:
+        if one.rank is not None:
+            ranks[one.rank] = max(one.multiple, ranks.get(one.rank, 0.0))
+    return replace(row, factor=first, ranks=ranks, where=row.where if row.is_far else first.where)
 
 
 def sentence(rows: list[Judgement]) -> str:

@@ -11,7 +11,7 @@ tolerated, and has the experiment that holds it.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ class Factor:
     part: Part | None  # None: all of it
     excess: float
     tolerated: float
-    where: str = ""  # the micro batch
+    where: str = ""  # of a module's tensor: the micro batch, and the rank that has it
+    rank: int | None = None
 
     @property
     def multiple(self) -> float:
@@ -51,7 +52,8 @@ class Factor:
     def describe(self) -> str:
         part, is_, it = self._in_words()
         times = 0.0 if abs(1 + self.excess) <= self.tolerated else round(1 + self.excess, 9)
-        return f"{self.where}{part} {is_} {times:.7g} times what {it} should be ({self.multiple:.3g} times what a factor may be off by)"
+        where = f"in {self.where}, " if self.where else ""
+        return f"{where}{part} {is_} {times:.7g} times what {it} should be ({self.multiple:.3g} times what a factor may be off by)"
 
     def _in_words(self) -> tuple[str, str, str]:
         """("rows 32 to 63 of 64", "are", "they")"""
@@ -78,6 +80,8 @@ class Projections:
     excess: np.ndarray
     errors: np.ndarray  # standard errors
     freedom: np.ndarray  # their degrees of freedom
+    where: str = ""  # as a factor has it
+    rank: int | None = None
 
 
 class Factors:
@@ -88,11 +92,20 @@ class Factors:
         self.found: list[Projections] = []
 
     def add(
-        self, name: str, own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, *, is_weight: bool
+        self,
+        name: str,
+        own: torch.Tensor,
+        near: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        is_weight: bool,
+        where: str = "",
+        rank: int | None = None,
     ) -> None:
         """Of one shape: the run's tensor, the yardstick's and the reference's in float64. `is_weight`: a parameter's gradient."""
         if right.numel() >= LEAST and bool(right.any()):
-            self.found.append(project(name, own, near, right, is_weight))
+            found = project(name, own, near, right, is_weight)
+            self.found.append(replace(found, where=where, rank=rank))
 
     @property
     def number(self) -> int:
@@ -116,7 +129,8 @@ def farthest(one: Projections, number: int) -> Factor:
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
     part = _with_neighbours(one, place, tolerated)
-    return Factor(one.name, one.shape, part, float(one.excess[place]), float(tolerated[place]))
+    excess, least = float(one.excess[place]), float(tolerated[place])
+    return Factor(one.name, one.shape, part, excess, least, one.where, one.rank)
 
 
 def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Part | None:

@@ -236,7 +236,7 @@ class _Step:
         odd, number = self.of_ranks.odd, len(self.micro)
         own = {
             name: part
-            for name in self.of_ranks.differ
+            for name in self.verdict.differ
             if (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
             and part.shape == self.gradients[name].shape
         }
@@ -247,7 +247,7 @@ class _Step:
             return
         times = found.weights[:number] / of_first[:number]
         if float((times - times[0]).abs().max()) <= self.verdict.tolerated_weights * float(times[0].abs()):
-            why = f"; on rank {odd} they are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
+            why = f"; those of rank {odd} are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
             self.of_ranks.say_of_unreduced(why, instead=True)
         else:
             self.of_ranks.say_of_unreduced(f"; on rank {odd}, {weighed.counts(found.weights)}")
@@ -258,8 +258,7 @@ class _Step:
             return {}
         step = self.verdict.step
         return {
-            name: self.recording.whole(step, f"gradient/{name}", mean=True)[0]
-            for name in self.of_ranks.differ
+            name: self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in self.verdict.differ
         }
 
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:

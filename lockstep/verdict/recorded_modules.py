@@ -71,6 +71,7 @@ class Modules:
         near: Mapping[str, torch.Tensor],
     ) -> None:
         """Tensors of one pass, in order of execution."""
+        where = f"micro batch {number}, {self.whose} {rank}"
         scale = None if self.scaled else 1.0
         own: dict[str, Distance] = {}
         yardstick: dict[str, Distance] = {}
@@ -93,7 +94,7 @@ class Modules:
                 if scales[name] != 1:
                     right, plain = right * scales[name], plain.double() * scales[name]
                 if self.factors is not None:
-                    self.factors.add(name, tensor, plain, right, is_weight=False)
+                    self.factors.add(name, tensor, plain, right, is_weight=False, where=where, rank=rank)
                 # One in a lower dtype than one process gives is no better for it
                 tensors[name] = tensor.to(torch.promote_types(tensor.dtype, near[name].dtype))
                 own[name], yardstick[name] = distances_of([tensor, plain], right)
@@ -108,7 +109,6 @@ class Modules:
             ranks = self.ranks.setdefault(name, {})
             ranks[rank] = max(row.multiple, ranks.get(rank, 0.0))
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                where = f"micro batch {number}, {self.whose} {rank}"
                 self.rows[name] = replace(row, name=name, where=where, ranks=ranks)
 
     def close(self) -> bool:

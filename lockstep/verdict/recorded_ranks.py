@@ -27,7 +27,6 @@ class Ranks:
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
-        self.differ: list[str] = []  # gradients of which replicas have others
         self.unreduced: Wrong | None = None  # what is said of those that were not reduced
         self.odd = 0  # a rank that has others than the first
 
@@ -47,7 +46,7 @@ class Ranks:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
                 differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
-                self.differ = [one for one, _ in differ]
+                self.verdict.differ = [one for one, _ in differ]
             name, self.odd = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
             why = self._why(self.odd, name) if kind == "gradient" else ""

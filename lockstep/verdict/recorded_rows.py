@@ -49,6 +49,8 @@ class StepVerdict:
     alone: list[Judgement] = field(
         default_factory=list
     )  # of modules that were computed from their recorded inputs
+    # Gradients of which replicas have others, but for those that clipping by another norm explains
+    differ: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
     notes: list[str] = field(default_factory=list)
 
@@ -56,6 +58,12 @@ class StepVerdict:
     def precision(self) -> str:
         """Of the arithmetic: whether it is float32 throughout."""
         return "autocast" if self.lowered else "fp32"
+
+    @property
+    def is_of_known_mean(self) -> bool:
+        """Whether the first rank's gradient is a known mean, without another factor: it is right then, if it is near enough."""
+        tolerated = self.tolerated_weights
+        return self.named is not None and max(self.named.off, abs(self.factor - 1)) <= tolerated
 
     def leave(self, said: str) -> None:
         """Say with the verdict what was not judged."""
