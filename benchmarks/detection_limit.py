@@ -115,7 +115,7 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
     reference, ddp = Dump(folder / "reference"), Dump(folder / BASELINE)
     dumps = {name: Dump(folder / name) for name in others()}
     draw = random.Random(kind)
-    entries = ddp.steps["1"]["tensors"]
+    entries = ddp.steps[1]["tensors"]
     names = [name for name in entries if name.startswith(f"{kind}/")]
     typical = typical_error(
         [distance(ddp, reference, other) for other in names if is_vector_gradient(other, entries[other])]
@@ -128,7 +128,7 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
         dump = dumps[strategy]
         mine, yardstick = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
-            clip = clip_factor(dump.run["config"], dump.steps["1"]["grad_norm"])
+            clip = clip_factor(dump.run["config"], dump.steps[1]["grad_norm"])
             exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
             exact = change = reference.tensor(1, name).double()
@@ -243,7 +243,7 @@ def main() -> None:
     for folder in options.folder:
         baseline = Dump(folder / BASELINE)
         run = baseline.run["config"]
-        captured = {name.split("/", 1)[0] for name in baseline.steps["1"]["tensors"]}
+        captured = {name.split("/", 1)[0] for name in baseline.steps[1]["tensors"]}
         kinds = [
             kind for kind in (*PASSES, *UPDATE) if kind != "batch" and kind in captured
         ]  # a run without --ema_decay has no averages

@@ -98,9 +98,9 @@ def replaced(folder: Path, argument: dict) -> None:
     import shutil
 
     def run(name: str, fails_in: int | None = None) -> None:
-        config, inputs = configuration("ddp", argument["arguments"])
+        config, inputs = configuration("ddp", [*argument["arguments"], "--seed", str(len(name))])
         config = dataclasses.replace(
-            config, loss_output_dir=folder / name, capture_dir=folder / name, overwrite=True, seed=len(name)
+            config, loss_output_dir=folder / name, capture_dir=folder / name, overwrite=True
         )
 
         def make(*given):

@@ -18,7 +18,7 @@ from lockstep.ground.files import require_new_folder
 
 
 def test_every_tensor_of_a_step_is_there(dumps):
-    entry = Dump(dumps / "fsdp").steps["1"]["tensors"]
+    entry = Dump(dumps / "fsdp").steps[1]["tensors"]
     kinds = {name.split("/")[0] for name in entry}
     assert kinds == {"batch", "forward", "backward", "gradient", "exp_avg", "exp_avg_sq", "parameter"}
     modules = {name.removeprefix("forward/") for name in entry if name.startswith("forward/")}
@@ -50,18 +50,18 @@ def test_every_tensor_of_a_step_is_there(dumps):
 def test_any_safetensors_reader_can_read_it(dumps):
     mine = Dump(dumps / "fsdp")
     with safe_open(dumps / "fsdp" / "step_1.safetensors", framework="pt") as file:
-        assert set(file.keys()) == set(mine.steps["1"]["tensors"])
+        assert set(file.keys()) == set(mine.steps[1]["tensors"])
         for name in ("forward/lm_head", "gradient/model.layers.0.mlp.down_proj.weight", "batch/labels"):
             assert torch.equal(file.get_tensor(name), mine.tensor(1, name))
 
 
 def test_the_reference_keeps_the_initial_weights(dumps):
-    tensors = Dump(dumps / "reference").steps["0"]["tensors"]
+    tensors = Dump(dumps / "reference").steps[0]["tensors"]
     assert tensors and all(name.startswith("parameter/") for name in tensors)
 
 
 def test_the_parameters_after_a_step_are_the_input_of_its_replay(dumps):
-    assert list(Dump(dumps / "replay_fsdp").steps) == ["2"]
+    assert list(Dump(dumps / "replay_fsdp").steps) == [2]
     first = Dump(dumps / "fsdp").tensor(1, "parameter/model.embed_tokens.weight")
     ids = Dump(dumps / "replay_fsdp").tensor(2, "batch/input_ids")
     assert torch.equal(

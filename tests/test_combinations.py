@@ -159,7 +159,7 @@ def test_the_contract_says_who_has_what(trained):
 
 def test_a_compiled_run_has_what_enters_and_leaves_layers(trained):
     compiled = Dump(trained / "sp 2, compiled" / "fsdp")
-    tensors = compiled.steps["1"]["tensors"]
+    tensors = compiled.steps[1]["tensors"]
     assert {
         "forward/model.layers.0",
         "backward/model.embed_tokens",
@@ -176,6 +176,6 @@ def test_a_compiled_baseline_is_refused(trained):
 
 
 def test_a_dump_says_what_is_cut(trained):
-    tensors = Dump(trained / "sp 2 x cp 2" / "fsdp").steps["1"]["tensors"]
+    tensors = Dump(trained / "sp 2 x cp 2" / "fsdp").steps[1]["tensors"]
     assert tensors["forward/model.norm"]["sharded"] == {"cp": 1, "tp": 1}
     assert tensors["forward/model.layers.0.self_attn.q_proj"]["sharded"] == {"cp": 1, "tp": 2}

@@ -114,7 +114,7 @@ def test_words_that_changed_places_are_found():
 
 
 def test_one_tensor_alone_is_verified_too(dumps, copy):
-    name = list(Dump(copy).steps["1"]["tensors"])[0]
+    name = list(Dump(copy).steps[1]["tensors"])[0]
     offset, _, _ = Dump(copy)._places[1][name]
     Dump(copy).tensor(1, name)
     flip_byte(copy / "step_1.safetensors", offset)

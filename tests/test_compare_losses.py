@@ -198,7 +198,7 @@ def test_the_tensor_comparison_has_the_loss_tolerance_of_the_curves(first, pretr
     rows = 2 * config["batch_size"] * config["gradient_accumulation_steps"]
     batch = torch.arange(rows * config["seq_length"]).reshape(rows, -1)  # no token occurs twice
     dump = SimpleNamespace(
-        run=run.run, steps={"1": run.steps[0]}, has=lambda *names: True, tensor=lambda step, name: batch
+        run=run.run, steps={1: run.steps[0]}, has=lambda *names: True, tensor=lambda step, name: batch
     )
     tolerated = scalars.losses(dump, {"ddp": dump}, 1, "autocast", {})[0].tolerated
     _, noise, _ = rule_and_noise(run)

@@ -163,7 +163,7 @@ class Written:
         self.run = {**self.run, "config": {**self.run["config"], "dp_size": dp_size}}
         self.contract = {"tied_embeddings": False, "optimizer": optimizer}
         self.steps = {
-            str(step): {
+            step: {
                 "tensors": {
                     name: {"dtype": "F32", "shape": list(t.shape), "sharded": SHARDED.get(name, {})}
                     for name, t in tensors.items()

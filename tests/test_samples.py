@@ -119,7 +119,7 @@ def test_the_loss_is_the_mean_over_all_labels(trained, samples):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     run = Dump(trained / samples / BASELINE)
-    assert run.steps["1"]["loss"] == pytest.approx(loss.item(), rel=3e-7)
+    assert run.steps[1]["loss"] == pytest.approx(loss.item(), rel=3e-7)
     assert run.contract["loss_is_mean_over"] == [sum(map(sum, counts))]
     for name, parameter in model.named_parameters():
         if not name.endswith("k_proj.bias"):

@@ -113,7 +113,7 @@ class TestAgainstReference:
     def test_full_gradients(self, dumped, case):
         dump, wanted = dumped(*case), reference(case[1])["gradients"][0]
         assert {f"gradient/{name}" for name in wanted} == {
-            n for n in dump.steps["1"]["tensors"] if n.startswith("gradient/")
+            n for n in dump.steps[1]["tensors"] if n.startswith("gradient/")
         }
         whole = torch.cat([g.flatten() for g in wanted.values()])
         for name, exact in wanted.items():

@@ -119,7 +119,7 @@ LAYOUT = SimpleNamespace(names=describe(BUILT_IN["tiny-qwen2"]).names)
 def findings(name, rows, losses=(), differ=(), baseline="ddp"):
     """Those of a run whose tensors are its rows: matrices all of them."""
     dump = SimpleNamespace(
-        steps={"1": {"replicas_differ": {each: [1] for each in differ}}},
+        steps={1: {"replicas_differ": {each: [1] for each in differ}}},
         expected=lambda step: {one.name: (4, 4) for one in rows},
         missing=(),
         label=name,

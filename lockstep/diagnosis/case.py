@@ -49,10 +49,10 @@ class Case:
             **{axis: self.mesh.size(axis) for axis in ("tp", "dp", *self.mesh.further_axes)},
             "accumulation steps": self.micro_batches,
         }
-        self.entry = self.dump.steps[str(self.step)]
+        self.entry = self.dump.steps[self.step]
         self.rows, self.norm = self.found.rows_of(self.step), self.found.norm_of(self.step)
         self.not_computed = [name for step, name in self.dump.missing if step == self.step]
-        self._right_dump = replay if replay is not None and str(self.step) in replay.steps else reference
+        self._right_dump = replay if replay is not None and self.step in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
         """The first failure of every later step that has one."""
@@ -298,7 +298,7 @@ class Case:
     def has(self, *names: str) -> bool:
         """Whether the run and its reference have all of these tensors of the step."""
         return all(
-            name in self.entry["tensors"] and name in self._right_dump.steps[str(self.step)]["tensors"]
+            name in self.entry["tensors"] and name in self._right_dump.steps[self.step]["tensors"]
             for name in names
         )
 

@@ -12,6 +12,10 @@ For every captured step, in one file (lockstep/dumps/dump.py):
 The loss is the mean over the global batch, so the gradients that a rank computes for its own share are divided by the number of
 shares (`Captured.loss_shares`). Rows (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only
 during captured steps.
+
+Who writes: each part of a tensor is written by one of the ranks that hold it, and all hash it. Of an output it is the rank that is first
+along the axes that do not cut it (lockstep/dumps/placement.py), as it is computed. Of what is kept of parameters, the ranks take turns, parameter
+by parameter. Where it is written: lockstep/dumps/step_file.py. The stages of a pipeline write a file each, which are then joined.
 """
 
 import contextlib

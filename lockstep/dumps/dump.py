@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -59,18 +59,16 @@ class Dump:
                 f"{folder}: {unfinished[0].name} was not finished; the run was stopped or is still going on; {REMEDY}"
             )
         self.manifest = manifest_file.read(path)
-        self.run, self.steps, self.label = (
-            self.manifest["run"],
-            self.manifest["steps"],
-            self.manifest["run"]["label"],
-        )
+        self.run = self.manifest["run"]
+        self.label = self.run["label"]
+        self.steps: dict[int, dict[str, Any]] = {int(n): one for n, one in self.manifest["steps"].items()}
         self.exact: bool = bool(self.run.get("exact"))
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
             raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
         self.layout = Layout.model_validate(self.manifest["layout"])
-        self.missing = [(int(step), name) for step in self.steps for name in self._require_known(int(step))]
-        self._places = {int(step): self._read_header(int(step)) for step in self.steps}
+        self.missing = [(step, name) for step in self.steps for name in self._require_known(step)]
+        self._places = {step: self._read_header(step) for step in self.steps}
         if self.exact and self.missing:
             step, name = self.missing[0]
             raise UserError(
@@ -89,11 +87,11 @@ class Dump:
     @property
     def batch_hashes(self) -> dict[int, str]:
         """Step -> hash of its global batch."""
-        return {int(step): entry["batch_hash"] for step, entry in self.steps.items() if step != "0"}
+        return {step: entry["batch_hash"] for step, entry in self.steps.items() if step}
 
     @property
     def is_reference(self) -> bool:
-        return "0" in self.steps
+        return 0 in self.steps
 
     @property
     def is_replay(self) -> bool:
@@ -123,14 +121,14 @@ class Dump:
 
     def has(self, step: int, *names: str) -> bool:
         """Whether a step has all of these tensors."""
-        return all(name in self.steps[str(step)]["tensors"] for name in names)
+        return all(name in self.steps[step]["tensors"] for name in names)
 
     def _require_known(self, step: int) -> list[str]:
         """The tensors that the step lacks. Raises UserError for a tensor that the model does not have, or has in another shape."""
         path, expected, tensors = (
             self.folder / MANIFEST,
             self.expected(step),
-            self.steps[str(step)]["tensors"],
+            self.steps[step]["tensors"],
         )
         for name, entry in tensors.items():
             if name not in expected:
@@ -171,7 +169,7 @@ class Dump:
     def _read_header(self, step: int) -> dict:
         """Name -> (offset in the file, dtype, shape) of every tensor of the step. Raises UserError unless file and manifest agree."""
         path = step_path(self.folder, step)
-        tensors, expected = self.steps[str(step)]["tensors"], self.expected(step)
+        tensors, expected = self.steps[step]["tensors"], self.expected(step)
         try:
             require_regular(path)
         except UserError as error:
@@ -224,7 +222,7 @@ class Dump:
                     yield torch.from_numpy(piece).view(TORCH[dtype])
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from error
-        if total % 2**64 != self.steps[str(step)]["tensors"][name]["checksum"]:
+        if total % 2**64 != self.steps[step]["tensors"][name]["checksum"]:
             raise UserError(f"{path}: {name} is damaged (its checksum does not match); {REMEDY}")
 
     @staticmethod
@@ -233,7 +231,7 @@ class Dump:
 
     def parameter_digest(self, step: int) -> str:
         """A hash that identifies the parameters after a step, made of their checksums."""
-        tensors = self.steps[str(step)]["tensors"]
+        tensors = self.steps[step]["tensors"]
         sums = {name: entry["checksum"] for name, entry in tensors.items() if name.startswith("parameter/")}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 

@@ -39,11 +39,11 @@ def write(
     )
     for name, found in result.runs.items():
         view = _view(result, name, found)
-        for step in map(int, found.dump.steps):
+        for step in found.dump.steps:
             if reference is not None:
                 _draw(Case(result, name, reference, replays.get(name), (step, 0.0, "", "")))
             rows = sorted(found.rows_of(step).values(), key=lambda row: found.order[step][row.name])
-            entries = found.dump.steps[str(step)]["tensors"].items()
+            entries = found.dump.steps[step]["tensors"].items()
             cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
             page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
             # A tensor that is too far from the batch has its picture there.
@@ -109,8 +109,7 @@ def _view(result: Result, name: str, run: Findings) -> View:
 def _losses(result: Result) -> Losses:
     """The losses of the captured steps; what is tolerated of the mean over ranks follows from what is of each."""
     steps = {
-        name: [step for number, step in run.dump.steps.items() if number != "0"]
-        for name, run in result.runs.items()
+        name: [step for number, step in run.dump.steps.items() if number] for name, run in result.runs.items()
     }
     found = _curves({name: (result.label(name), of_run) for name, of_run in steps.items()})
     if result.has_reference:

@@ -32,10 +32,10 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
         raise UserError(
             f"{pair}: their models have other tensors; capture both with the same --model_name and --attn_impl"
         )
-    steps, others = ({step for step in dump.steps if step != "0"} for dump in (one, other))
-    if same_steps and not (steps <= others if other.exact else steps == others):
+    steps, others = (sorted(filter(None, dump.steps)) for dump in (one, other))
+    if same_steps and not (set(steps) <= set(others) if other.exact else steps == others):
         raise UserError(
-            f"{pair}: steps {', '.join(sorted(steps))} against {', '.join(sorted(others))}; capture the same steps"
+            f"{pair}: steps {', '.join(map(str, steps))} against {', '.join(map(str, others))}; capture the same steps"
         )
 
 
@@ -57,9 +57,9 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
             of_optimizer(dump.contract),
             int((dump.tensor(1, "batch/labels") != IGNORED).sum()) if config.samples.counted else None,
         )
-        rates = {step: rate_of(dump.run["config"], int(step), dump.run["num_steps"]) for step in dump.steps}
+        rates = {step: rate_of(dump.run["config"], step, dump.run["num_steps"]) for step in dump.steps}
     found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
-    for step in sorted(dump.steps, key=int):
+    for step in sorted(dump.steps):
         rate = dump.steps[step]["learning_rate"]
         if rate != rates.get(step, rate) and "learning_rates" not in found:
             found["learning_rates"] = f"learning rate of step {step} is {rate}, not {rates[step]}"
@@ -70,13 +70,13 @@ def require_its_batch(reference: Dump, step: int) -> None:
     """Raise UserError unless the batch that a reference was called with is the one whose hash it records."""
     names = (name for name in reference.expected(step) if name.startswith("batch/"))
     batch = tuple(reference.tensor(step, name) for name in names)
-    if global_batch_hash(window_hashes([batch])) != reference.steps[str(step)]["batch_hash"]:
+    if global_batch_hash(window_hashes([batch])) != reference.steps[step]["batch_hash"]:
         raise UserError(f"{reference.folder}: step {step}: its batch_hash is not that of its batch; {REMEDY}")
 
 
 def require_norm(reference: Dump, step: int, held: float) -> None:
     """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
-    said = reference.steps[str(step)]["grad_norm"]
+    said = reference.steps[step]["grad_norm"]
     if not math.isclose(said, held, rel_tol=SUMMED):
         raise UserError(
             f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}"

@@ -238,7 +238,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     """
     options = dump.run["config"]
     adamw, rate = options["optimizer"] == "adamw", rates.rate_of(options, step, dump.run["num_steps"])
-    shape = dump.steps[str(step)]["tensors"][f"parameter/{name}"]["shape"]
+    shape = dump.steps[step]["tensors"][f"parameter/{name}"]["shape"]
     decay = options["weight_decay"] if decays(len(shape)) else 0.0
     kinds = ["exp_avg", "exp_avg_sq", "parameter"] if adamw else ["parameter"]
     before = initial if step == 1 else dump

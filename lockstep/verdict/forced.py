@@ -116,7 +116,7 @@ def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, near_model: t
     exact, plain = Forced(exact_model, dump, exact=True), Forced(near_model, dump, exact=False)
     rows: list[Judgement] = []
     choices: list[Chosen] = []
-    for step in map(int, dump.steps):
+    for step in dump.steps:
         before = initial if step == 1 else dump
         weights = [f"parameter/{name}" for name in dump.layout.parameters]
         inputs = [f"batch/{name}" for name in dump.samples.inputs]
@@ -165,7 +165,7 @@ def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
         for number in range(per_rank * config["dp_size"]):
             rows = slice(number * size, (number + 1) * size)
             written = {}
-            for name in dump.steps[str(step)]["tensors"]:
+            for name in dump.steps[step]["tensors"]:
                 kind, _, module = name.partition("/")
                 if kind not in ("forward", "backward") or module not in layout.outputs:
                     continue

@@ -181,7 +181,7 @@ class OfDDP(Yardstick):
     """DDP's own distances in one step."""
 
     def __init__(self, ddp: Dump, step: int, found: dict[str, Distance], precision: str):
-        super().__init__(found, ddp.steps[str(step)]["tensors"], precision)
+        super().__init__(found, ddp.steps[step]["tensors"], precision)
         self.ddp, self.step = ddp, step
 
     def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:

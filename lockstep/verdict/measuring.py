@@ -53,7 +53,7 @@ def updates(
         if has_update(dumps[run], step, name)
     ]
     sizes = [
-        number_of_elements(dumps[run].steps[str(step)]["tensors"][f"parameter/{name}"]) for run, name in items
+        number_of_elements(dumps[run].steps[step]["tensors"][f"parameter/{name}"]) for run, name in items
     ]
     work = functools.partial(_update, initial, references, dumps, step, norms)
     for (run, name), kinds in zip(items, on_all_cores(work, items, sizes), strict=True):
@@ -110,7 +110,7 @@ def verify(items: list[tuple[Dump, int, str]]) -> list[float]:
 
     Returns the sum of squares of each tensor.
     """
-    sizes = [number_of_elements(dump.steps[str(step)]["tensors"][name]) for dump, step, name in items]
+    sizes = [number_of_elements(dump.steps[step]["tensors"][name]) for dump, step, name in items]
     return on_all_cores(_verify_one, items, sizes)
 
 

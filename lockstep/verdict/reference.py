@@ -103,7 +103,7 @@ class ReferenceStrategy:
 
         Numbers that the optimizer counts, such as steps, are its own.
         """
-        clip = clip_factor(theirs.run["config"], theirs.steps[str(index + 1)]["grad_norm"])
+        clip = clip_factor(theirs.run["config"], theirs.steps[index + 1]["grad_norm"])
         for name, parameter in named_trained(self.model):
             parameter.grad = theirs.tensor(index + 1, f"gradient/{name}").double() * clip
             for kind, shapes in theirs.layout.state.items() if index else ():

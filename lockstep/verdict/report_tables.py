@@ -45,7 +45,7 @@ def about(result: Result) -> dict[str, str]:
         ),
         "initial weights": alike(lambda dump: dump.run["initial_weights"]),
         "seed": alike(lambda dump: str(dump.run["config"]["seed"])),
-        "steps": f"{', '.join(next(iter(result.runs.values())).dump.steps)} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
+        "steps": f"{', '.join(map(str, next(iter(result.runs.values())).dump.steps))} captured of {alike(lambda dump: str(dump.run['num_steps']))}",
         "options": ", ".join(f"{key} {config[key]}" for key in OPTIONS),
         "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),

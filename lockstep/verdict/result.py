@@ -72,7 +72,7 @@ class Findings:
     def differing(self) -> list[tuple[int, str, list[int]]]:
         """(step, tensor, ranks whose copy is another)."""
         return [
-            (int(step), name, ranks)
+            (step, name, ranks)
             for step, entry in self.dump.steps.items()
             for name, ranks in entry["replicas_differ"].items()
         ]
@@ -84,7 +84,7 @@ class Findings:
         Such are gradients under a loss scale that is taken off again, or rotary tables of other positions.
         """
         found = []
-        for step in map(int, self.dump.steps):
+        for step in self.dump.steps:
             rows = self.rows_of(step)
             seen = self._seen_by_gradients(step, rows)
             head = next((row for row in seen if row.name == self.dump.layout.names.logits_gradient), None)
@@ -155,8 +155,7 @@ class Findings:
     def order(self) -> dict[int, dict[str, int]]:
         """Step -> tensor -> its place in the order of execution."""
         return {
-            int(step): {name: at for at, name in enumerate(self.dump.expected(int(step)))}
-            for step in self.dump.steps
+            step: {name: at for at, name in enumerate(self.dump.expected(step))} for step in self.dump.steps
         }
 
     @functools.cached_property

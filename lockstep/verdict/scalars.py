@@ -73,7 +73,7 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
         # a rank's loss is the sum over its labels, divided by an equal share of all labels: so many times their mean
         times = shares * float((labels[mine] != IGNORED).sum() / (labels != IGNORED).sum())
         tokens = independent_tokens(ids[mine], labels[mine]) / times**2
-        noise = loss_noise(baseline.run, baseline.steps["1"]["loss"], loss, tokens, ulps=RANK_ULPS)
+        noise = loss_noise(baseline.run, baseline.steps[1]["loss"], loss, tokens, ulps=RANK_ULPS)
         by_strategy, exact = (
             {name: of_rank(dump, rank) for name, dump in each.items()} for each in (dumps, references)
         )
@@ -93,7 +93,7 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
 
 
 def _rank_losses(dump: Dump, step: int) -> list[float]:
-    return dump.steps[str(step)]["rank_losses"]
+    return dump.steps[step]["rank_losses"]
 
 
 @dataclass
@@ -131,7 +131,7 @@ def norm_of(dump: Dump, step: int, found: dict[str, Distance]) -> Norm | None:
     gradients = [f"gradient/{name}" for name in dump.layout.model.trained]
     if not all(name in found for name in gradients):
         return None
-    entry = dump.steps[str(step)]
+    entry = dump.steps[step]
     norm = Norm(step, entry["grad_norm"], math.hypot(*(found[name].own_norm for name in gradients)))
     # else rank 0's norm is of other gradients
     alike = entry["replicas_differ"].keys().isdisjoint(gradients)
@@ -181,7 +181,7 @@ def choices(reference: Dump, step: int, rows: dict[str, Judgement]) -> list[Chos
     (DeepSeek-V3, arXiv 2412.19437).
     """
     found = []
-    for name, regret in reference.steps[str(step)].get("regrets", {}).items():
+    for name, regret in reference.steps[step].get("regrets", {}).items():
         scores = rows.get(f"forward/{reference.layout.choices[name.removesuffix(GROUPS)].scores}")
         times = 4 if name.endswith(GROUPS) else 2
         found.append(Chosen(step, name, regret, times * scores.tolerated_largest if scores else 0.0))
