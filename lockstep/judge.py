@@ -18,6 +18,7 @@ import argparse
 from pathlib import Path
 
 from lockstep.dumps.recording import Recording
+from lockstep.ground import processes
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
@@ -91,4 +92,5 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    processes.keep_memory()  # a quarter of the judge's time
     startup.end(main())

@@ -13,7 +13,7 @@ from programs import completed, in_process
 from ranks import ROOT, free_port, run_groups
 
 from lockstep import judge, record
-from lockstep.dumps import building, recorder, tree
+from lockstep.dumps import building, recorder_step, tree
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
@@ -353,7 +353,7 @@ def test_usage_errors_of_recording(tmp_path, capsys, text, arguments, said):
 def test_usage_errors_of_judging(tmp_path, capsys):
     assert judge.main([str(tmp_path)]) == 2
     assert "holds no recording" in capsys.readouterr().err
-    recorder.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)), {})
+    recorder_step.write_model(tmp_path, *tree.describe(torch.nn.Linear(2, 2)), {})
     assert judge.main([str(tmp_path)]) == 2
     assert "no optimizer's step was recorded" in capsys.readouterr().err
 

@@ -97,6 +97,12 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its channels lie beside each other in memory, which convolutions are then computed otherwise for."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    return order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
+
+
 def generators() -> dict[str, list[Any]]:
     """The states of Python's generator and of numpy's, which a forward pass may draw from."""
     version, words, normal = random.getstate()

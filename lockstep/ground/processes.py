@@ -17,6 +17,7 @@ LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exite
 LARGEST = 16 << 20  # bytes of a log; a strategy that prints in every step must not fill the disk
 KEPT = 4 << 20  # bytes of the beginning of a log that is cut, and as many of its end
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc
 _libc = ctypes.CDLL(None)
 
 
@@ -35,6 +36,12 @@ def start(command: list[str], **options: Any) -> subprocess.Popen:
 def end_with_parent(by: int = signal.SIGTERM) -> None:
     """Let the kernel send this process a signal when its parent ends. Linux only."""
     _libc.prctl(_PR_SET_PDEATHSIG, by)
+
+
+def keep_memory() -> None:
+    """Let freed memory stay with this process, for the next large tensor: the system would clear each page anew. glibc only."""
+    _libc.mallopt(_M_MMAP_MAX, 0)
+    _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def end_with_script() -> None:

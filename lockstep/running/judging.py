@@ -35,6 +35,7 @@ class Task:
 
     def judge_elsewhere(self) -> StepVerdict:
         """In a process that has not read the recording."""
+        processes.keep_memory()
         recording = Recording(self.folder)
         with gpu_kernels.in_place(recording.origin.device):
             return self.judge(recording)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -59,5 +60,21 @@ class Passes:
         found = self.written.get(name)
         if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
             return None
-        found = torch.empty_like(tensor).copy_(found)  # in its dtype and its order in memory
-        return found if name.startswith("backward/") else found + (tensor - tensor.detach())
+        return _like(tensor, found) if name.startswith("backward/") else _Instead.apply(tensor, found)
+
+
+class _Instead(torch.autograd.Function):
+    """A tensor in the place of one that is computed: what arrives there passes on to that one."""
+
+    @staticmethod
+    def forward(_context: Any, tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        return _like(tensor, found)
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _like(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The same numbers as in `found`, in the other's dtype and order in memory."""
+    return torch.empty_like(tensor).copy_(found)

@@ -25,7 +25,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Sum
 from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, judged
 from lockstep.verdict.scalars import Chosen
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _judge_step(
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
     whole = Sum(observed, [exact.gradients()], torch.ones(1))
-    gradients = judged_gradients(step, observed, whole, plain.gradients(), precision, factors)
+    gradients = judged(step, observed, whole, plain.gradients(), precision, kind="gradient/", factors=factors)
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
 
 

@@ -30,7 +30,7 @@ from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.own_loss import Loss
 from lockstep.verdict.recorded_free import Free, columns_of
 from lockstep.verdict.recorded_ranks import Ranks
-from lockstep.verdict.recorded_rows import StepVerdict, Wrong, described, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, Wrong, described, judged
 from lockstep.verdict.recorded_weights import Weighed, shares_of
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
@@ -206,7 +206,9 @@ class _Step:
             elif self.of_ranks.unreduced:
                 self._count_on_odd_rank(columns, fitted.weights, weighed)
         right = made_of(weights_of)
-        rows = judged_gradients(verdict.step, self.gradients, right, yardstick, self.verdict.precision)
+        rows = judged(
+            verdict.step, self.gradients, right, yardstick, self.verdict.precision, kind="gradient/"
+        )
         verdict.rows += rows
         self._judge_kept_gradient(rows)
         if nominal is not None:
@@ -264,7 +266,7 @@ class _Step:
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
         """Whether these are the gradients for `weights` of the micro batches' losses."""
         right, near = (Sum(means, columns_of(of), weights) for of in (self.free.exact, self.free.near))
-        rows = judged_gradients(self.verdict.step, means, right, near, self.verdict.precision)
+        rows = judged(self.verdict.step, means, right, near, self.verdict.precision, kind="gradient/")
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:
@@ -314,9 +316,6 @@ class _Step:
                 f"nothing that was trained depends on {and_more(unused)}: without a gradient"
             )
         for name in weights:
-            size = max(
-                float(one.gradients[name].norm()) if name in one.gradients else 0.0 for one in self.free.exact
-            )
             holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
                 rank
@@ -325,9 +324,11 @@ class _Step:
                 and f"gradient/{name}" not in about.places
                 and (rank in holders or name in about.frozen)
             ]
-            if size > 0 and without:
+            if not without:
+                continue
+            if any(bool(one.gradients[name].any()) for one in self.free.exact if name in one.gradients):
                 found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
-            elif without and name in self.recording.names(self.verdict.step, "gradient"):
+            elif name in self.recording.names(self.verdict.step, "gradient"):
                 found.append(
                     f"{name} has a gradient, of zeros, on some ranks, and none on rank {without[0]}: its optimizer does not step it"
                 )

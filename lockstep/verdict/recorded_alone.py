@@ -14,7 +14,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.recorded_modules import Modules, Tensors, as_pieces
 from lockstep.verdict.recorded_reference import Reference
-from lockstep.verdict.recorded_rows import StepVerdict, judged_gradients
+from lockstep.verdict.recorded_rows import StepVerdict, judged
 
 
 class Alone:
@@ -77,7 +77,14 @@ class Alone:
             name: getattr(torch, told.removeprefix("torch.")) if told else one.dtype
             for name, one in self.exact.recording.skeleton.named_parameters()
         }
-        rows = judged_gradients(
-            self.verdict.step, observed, right, near, self.verdict.precision, self.factors, reduced_in
+        rows = judged(
+            self.verdict.step,
+            observed,
+            right,
+            near,
+            self.verdict.precision,
+            kind="gradient/",
+            factors=self.factors,
+            dtypes=reduced_in,
         )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

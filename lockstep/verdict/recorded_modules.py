@@ -8,10 +8,11 @@ import torch
 from lockstep.dumps.called import Called
 from lockstep.dumps.module_hooks import module_of
 from lockstep.verdict.computed import Computed
-from lockstep.verdict.distance import Distance, distance_of, distances_of
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
-from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement, add_pictures
+from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
+from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.recorded_rows import StepVerdict, Wrong, judged
 from lockstep.verdict.scalars import Chosen
 
@@ -73,36 +74,38 @@ class Modules:
         """Tensors of one pass, in order of execution."""
         where = f"micro batch {number}, {self.whose} {rank}"
         scale = None if self.scaled else 1.0
-        own: dict[str, Distance] = {}
-        yardstick: dict[str, Distance] = {}
-        tensors: dict[str, torch.Tensor] = {}
         scales: dict[str, float] = {}
         for name, tensor in mine.items():
             if tensor.shape != exact[name].shape or name not in near:
                 self.left_out.add(module_of(name))
             elif tensor.is_floating_point() and tensor.numel():
-                right, plain = exact[name], near[name]
                 if name.startswith("backward"):
                     # A library may scale the loss's gradient after it was recorded there, so it is measured where it arrives first.
                     # Of one process's, which rounds as the run does: values that lie close together may all round to the same side.
-                    if scale is None and bool(plain.any()):
-                        scale = distance_of(tensor, plain).scale
+                    if scale is None and bool(near[name].any()):
+                        scale = distance_of(tensor, near[name]).scale
                         self.scales[number, rank] = scale
                     elif self.factors is not None:  # what arrives later follows from what was recorded
                         scale = 1.0
                 scales[name] = 1.0 if scale is None else scale
-                if scales[name] != 1:
-                    right, plain = right * scales[name], plain.double() * scales[name]
-                if self.factors is not None:
-                    self.factors.add(name, tensor, plain, right, is_weight=False, where=where, rank=rank)
-                # One in a lower dtype than one process gives is no better for it
-                tensors[name] = tensor.to(torch.promote_types(tensor.dtype, near[name].dtype))
-                own[name], yardstick[name] = distances_of([tensor, plain], right)
-        rows = judged(self.verdict.step, own, yardstick, tensors, self.precision)
-        add_pictures(
-            rows,
-            lambda row: tensors[row.name].numel(),
-            lambda row: (tensors[row.name], exact[row.name] * scales[row.name]),
+        # One in a lower dtype than one process gives is no better for it
+        dtypes = {name: torch.promote_types(mine[name].dtype, near[name].dtype) for name in scales}
+
+        def scaled(of: Mapping[str, torch.Tensor]) -> Lazy:
+            return Lazy(
+                scales, lambda name: of[name] if scales[name] == 1 else of[name].double() * scales[name]
+            )
+
+        rows = judged(
+            self.verdict.step,
+            mine,
+            scaled(exact),
+            scaled(near),
+            self.precision,
+            factors=self.factors,
+            dtypes=dtypes,
+            where=where,
+            rank=rank,
         )
         for row in rows:
             name = f"{row.kind}/{module_of(row.name)}"

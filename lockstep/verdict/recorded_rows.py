@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lockstep.dumps.dump import number_of_elements
 from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
 from lockstep.verdict.factors import Factors
-from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
+from lockstep.verdict.judgement import EXACT, Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -84,51 +85,39 @@ def described(row: Judgement, alone: Judgement | None) -> str:
 
 def judged(
     step: int,
-    own: dict[str, Distance],
-    near: dict[str, Distance],
-    tensors: dict[str, torch.Tensor],
-    precision: str,
-    dtypes: Mapping[str, torch.dtype] = {},
-) -> list[Judgement]:
-    """Tensors of one pass, by the rule that strategies are judged by: `near` are the yardstick's distances, one process in the run's dtype.
-
-    `tensors` are the run's own, for their shapes and dtypes, unless `dtypes` has one that it was rounded to before; `precision` is "fp32" or "autocast".
-    """
-    entries: dict[str, dict] = {
-        name: {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
-        for name, tensor in tensors.items()
-    }
-    yardstick = Yardstick(near, entries, precision)
-    return [
-        Judgement(step, name, distance, *yardstick.tolerance(name, distance))
-        for name, distance in own.items()
-    ]
-
-
-def judged_gradients(
-    step: int,
-    observed: Mapping[str, torch.Tensor],
-    right: Sum,
+    observed: Gradients,
+    right: Gradients,
     near: Gradients,
     precision: str,
+    *,
+    kind: str = "",
     factors: Factors | None = None,
-    reduced_in: Mapping[str, torch.dtype] = {},
+    dtypes: Mapping[str, torch.dtype] = {},
+    where: str = "",
+    rank: int | None = None,
 ) -> list[Judgement]:
-    """The recorded gradients, in their own dtypes, against `right`; `near` is the yardstick. `factors` is told of them, too; `reduced_in` is by parameter."""
+    """The recorded tensors of one pass against `right`, by the rule that strategies are judged by: `near` is the yardstick, in the run's dtypes.
+
+    `kind` is what names of rows begin with where these are parameters. `factors` is told of the tensors, too, and `where` and on which `rank` they are. `dtypes` has those that some were
+    rounded to before; `precision` is "fp32" or "autocast".
+    """
     own: dict[str, Distance] = {}
     yardstick: dict[str, Distance] = {}
-    for name, reference in right.items():
-        plain = near[name]
-        distance, yardstick[f"gradient/{name}"] = distances_of([observed[name], plain], reference)
-        own[f"gradient/{name}"] = replace(distance, terms=right.largest_term(name))
+    entries: dict[str, dict] = {}
+    names = {f"{kind}{name}": name for name in right}
+    for row, name in names.items():
+        tensor, plain, reference = observed[name], near[name], right[name]
+        distance, yardstick[row] = distances_of([tensor, plain], reference)
+        terms = right.largest_term(name) if isinstance(right, Sum) else EXACT
+        own[row] = replace(distance, terms=terms)
+        entries[row] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
         if factors is not None:
-            factors.add(f"gradient/{name}", observed[name], plain, reference, is_weight=True)
-    tensors = {f"gradient/{name}": tensor for name, tensor in observed.items()}
-    dtypes = {f"gradient/{name}": dtype for name, dtype in reduced_in.items()}
-    rows = judged(step, own, yardstick, tensors, precision, dtypes)
+            factors.add(row, tensor, plain, reference, is_weight=bool(kind), where=where, rank=rank)
+    measure = Yardstick(yardstick, entries, precision)
+    rows = [Judgement(step, row, one, *measure.tolerance(row, one)) for row, one in own.items()]
     add_pictures(
         rows,
-        lambda row: tensors[row.name].numel(),
-        lambda row: (tensors[row.name], right[row.name.removeprefix("gradient/")]),
+        lambda row: number_of_elements(entries[row.name]),
+        lambda row: (observed[names[row.name]], right[names[row.name]]),
     )
     return rows
