@@ -119,7 +119,7 @@ def test_one_file_each():
 # Where DeepSpeed may be spoken of: its own files, the registry, what records and judges its optimizers, what installs it, pages, results and tests.
 MAY_NAME_DEEPSPEED = re.compile(
     r"lockstep/(plan|training|faults|dumps)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
-    r"|lockstep/dumps/(optimizers|recording)\.py|lockstep/verdict/recorded_(update|optimizer)\.py"
+    r"|lockstep/dumps/(optimizers|recorded_step)\.py|lockstep/verdict/recorded_(update|optimizer)\.py"
     r"|benchmarks/releases\.py|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests|examples/record)/.*"
 )
 # In other files: its launcher, which starts every strategy, its files of the recorder, and the public thread of a planted fault.
