@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def run(folder, names):
-    record_strangers.run(folder, names, globals())
+def run(folder, steps):
+    record_strangers.run(folder, steps, globals())
 
 
 # Optimizers.

@@ -37,13 +37,13 @@ import lockstep
 from lockstep import judge
 
 
-def run(folder, names, loops=None):
-    """Records the loops, one after the other, into folders of their names; then each rank judges its share of them."""
+def run(folder, steps, loops=None):
+    """Records loops, {name: how many steps}, one after the other, into folders of their names; then each rank judges its share of them."""
     loops = loops or globals()
-    for name in names:
-        loops[name]().run(folder / name, 2)
+    for name, recorded in steps.items():
+        loops[name]().run(folder / name, recorded)
     dist.barrier()
-    for name in names[dist.get_rank() :: dist.get_world_size()]:
+    for name in list(steps)[dist.get_rank() :: dist.get_world_size()]:
         said, loss = io.StringIO(), loops[name].LOSS
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = judge.main([str(folder / name), *(["--loss", f"{__file__}:{loss}"] if loss else [])])

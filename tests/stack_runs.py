@@ -1,6 +1,6 @@
 """torchrun starts this with a file of rows: the script of every row is recorded by processes that its ranks fork after the imports, one or two each.
 
-A row is {"ranks", "folder", "port", "script", "arguments"}. The folder gets the recording, `run`, and of each rank its output, `log_R`, and exit status, `status_R`.
+A row is {"ranks", "folder", "port", "script", "arguments", "steps"}. The folder gets the recording, `run`, and of each rank its output, `log_R`, and exit status, `status_R`.
 """
 
 import importlib
@@ -73,7 +73,8 @@ def record_row(row: dict, rank: int) -> int:
     os.environ.update(MASTER_PORT=str(row["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
     status = 1
     try:
-        status = record.main(["--output", f"{row['folder']}/run", row["script"], *row["arguments"]])
+        steps = ["--steps", str(row["steps"])]
+        status = record.main(["--output", f"{row['folder']}/run", *steps, row["script"], *row["arguments"]])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -554,13 +554,18 @@ UNSEEN = [
 def judged(tmp_path_factory):
     """The folder of each loop, recorded and judged: one start for those of two ranks, one for those of four."""
     folder, groups = tmp_path_factory.mktemp("loops"), {}
-    for name in [*BUGS, *VARIANTS, *UNSEEN]:
-        steps = 2 if name in VARIANTS or BUGS.get(name, [""])[0].startswith("step 2") else 1
+    bugs = steps_of({name: row[0] for name, row in BUGS.items()})
+    for name, steps in {**bugs, **dict.fromkeys(VARIANTS, 2), **dict.fromkeys(UNSEEN, 1)}.items():
         groups.setdefault(getattr(record_bugs, name).ranks, {})[name] = steps
     run_groups(
         [(size, "record_bugs:run", folder / str(size), names) for size, names in groups.items()], timeout=580
     )
     return {name: folder / str(size) / name for size, names in groups.items() for name in names}
+
+
+def steps_of(verdicts):
+    """How many steps are recorded of each bug: no more than show it."""
+    return {name: 2 if said.startswith("step 2") else 1 for name, said in verdicts.items()}
 
 
 def said(folder):

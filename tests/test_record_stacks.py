@@ -11,6 +11,7 @@ import pytest
 from ranks import ROOT, free_port
 
 from lockstep import judge
+from lockstep.dumps.recording import Recording
 
 EXAMPLES = ROOT / "examples" / "record"
 ZERO = {
@@ -294,6 +295,26 @@ WRONG = {
 }
 
 
+DESTROYS = """
+import gc, torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # a DDP module that outlives its process group may hang
+    dist.destroy_process_group()
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The folder with the recordings of all rows, by one start of torchrun."""
@@ -310,7 +331,10 @@ def runs(tmp_path_factory):
         changed = folder / name / script
         changed.parent.mkdir()
         changed.write_text(text)
-        rows.append(row(folder, name, 2, changed, arguments))
+        rows.append(row(folder, name, 2, changed, arguments, steps=1))
+    destroys = folder / "destroys.py"
+    destroys.write_text(DESTROYS)
+    rows.append(row(folder, "destroys its group", 2, destroys, ""))
     path = folder / "rows.json"
     path.write_text(json.dumps(rows))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -320,7 +344,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def row(folder: Path, name: str, ranks: int, script: Path, arguments: str) -> dict:
+def row(folder: Path, name: str, ranks: int, script: Path, arguments: str, steps: int = 2) -> dict:
     (folder / name).mkdir(exist_ok=True)
     return {
         "ranks": ranks,
@@ -328,6 +352,7 @@ def row(folder: Path, name: str, ranks: int, script: Path, arguments: str) -> di
         "port": free_port(),
         "script": str(script),
         "arguments": shlex.split(arguments.replace("FOLDER", str(folder / "checkpoints"))),
+        "steps": steps,
     }
 
 
@@ -364,3 +389,11 @@ def test_a_stack_with_a_bug_fails(runs, name, capsys):
     assert judge.main([str(runs / name / "run")]) == 1
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("FAIL: step 1: ") and WRONG[name][3] in said, said
+
+
+def test_a_process_group_that_is_destroyed_before_the_last_step_is_written(runs):
+    """The step is of as many ranks as the others."""
+    require_recorded(runs / "destroys its group")
+    recording = Recording(runs / "destroys its group" / "run")
+    assert [[*step] for step in recording.steps] == [[0, 1], [0, 1]]
+    assert judge.main([str(recording.folder)]) == 0

@@ -7,7 +7,7 @@ import record_strangers
 import torch
 from listed import payload
 from ranks import run_groups
-from test_record_bugs import said
+from test_record_bugs import said, steps_of
 
 import lockstep
 from lockstep import judge
@@ -169,7 +169,10 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strangers")
-    run_groups([(2, "record_strangers:run", folder, [*RIGHT, *WRONG, *REFUSED])], timeout=580)
+    # A copy shows in the second step, and HeadTimesWorld is judged as a right loop, too.
+    two = [*RIGHT, *REFUSED, "OneCopyLeft", "HeadTimesWorld"]
+    steps = steps_of(WRONG) | dict.fromkeys(two, 2)
+    run_groups([(2, "record_strangers:run", folder, steps)], timeout=580)
     return folder
 
 
