@@ -1,7 +1,6 @@
 """What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,22 +61,20 @@ def see_clipping(
     ]
 
 
-def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> list[Undo]:
-    """Let `see` be told of (parameters, bound) before gradients are clipped by value, by whichever file imported the function."""
-    real = torch.nn.utils.clip_grad_value_
+def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> Undo:
+    """Let `see` be told of (parameters, bound) before gradients are clipped by value.
 
-    @functools.wraps(real)
+    Any file may have imported torch's function, under any name. So what that function wraps is replaced, and not a name.
+    """
+    (cell,) = torch.nn.utils.clip_grad_value_.__closure__  # type: ignore[misc] # of its _no_grad
+    real = cell.cell_contents
+
     def noted(parameters: Any, clip_value: float, *rest: Any, **options: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         see(parameters, float(clip_value))
         real(parameters, clip_value, *rest, **options)
 
-    return [
-        replace(module, name, noted)
-        for module in list(sys.modules.values())
-        for name, value in list(vars(module).items())
-        if value is real
-    ]
+    return replace(cell, "cell_contents", noted)
 
 
 def see_reductions(see: Callable[[int], None]) -> list[Undo]:

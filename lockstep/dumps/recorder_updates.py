@@ -30,7 +30,7 @@ class Updates(Recorded):
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
             *patches.see_clipping(self.model, self.see_clip),
-            *patches.see_value_clipping(self.see_value_clip),
+            patches.see_value_clipping(self.see_value_clip),
             # What is recorded of a step that is skipped begins anew.
             patches.see_skipped_steps(lambda: bool(self.optimizers), self._begin),
             patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing),
