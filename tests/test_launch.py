@@ -80,8 +80,9 @@ def test_an_interrupt_ends_what_the_kernel_would_leave():
 
 
 def launcher(command, folder, *arguments):
+    small = ["--batch_size", "2", "--seq_length", "32", "--debug_steps", "3"]
     result = completed(
-        [*command, *folders(folder), "--debug_steps", "3", *arguments], env=environment(DS_ACCELERATOR="cpu")
+        [*command, *folders(folder), *small, *arguments], env=environment(DS_ACCELERATOR="cpu")
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

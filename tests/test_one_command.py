@@ -18,6 +18,8 @@ from lockstep.ground.files import VERDICT
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.plan.config import history_file
 
+SMALL = {"BATCH_SIZE": "2", "SEQ_LENGTH": "32"}
+
 
 @pytest.fixture
 def short():
@@ -49,6 +51,7 @@ def test_the_one_command(tmp_path, short, request):
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model" / "config.json").write_text(json.dumps(BUILT_IN["tiny-qwen2"]))
     settings = {
+        **SMALL,
         "DEBUG_STEPS": "4",
         "OUTPUT_DIR": folder.name,
         "MODEL_NAME": "a model",
@@ -88,8 +91,8 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
     """A strategy from outside has gradients twice too large. AdamW hides it from the losses; the tensors of the first step do not."""
     own_strategy(tmp_path / "my_parallel.py", name="Mine", then=DOUBLED)
     settings = {
+        **SMALL,
         "DEBUG_STEPS": "2",
-        "SEQ_LENGTH": "64",
         "MAX_GRAD_NORM": "0",
         "NOISE_FLOOR": "0",
         "DP_SIZE": "1",
