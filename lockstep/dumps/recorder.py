@@ -9,6 +9,7 @@
         batch/M/KEYWORD                  what the model was called with in micro batch M
         forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
+        beside/M/NAME                    the part of a parameter's gradient that the loop's own loss gives it, not by way of what the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
         random/M                         the state of torch's generator then, if the model drew from it; those of Python and numpy are in the JSON
@@ -111,6 +112,8 @@ class Recorder:
         self.compiled, self.model_compiled = False, False
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
+        self.returned_at = 0  # the number of the function that made the last copy of what the model returns
+        self.beside: list[Any] = []  # handles of hooks on the loop's own loss
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None
@@ -138,6 +141,7 @@ class Recorder:
         self.removing.append(patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing))
         self.removing += patches.see_reductions(self._see_reduction)
         self.removing.append(patches.see_asking())
+        self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     @property
@@ -456,6 +460,7 @@ class Recorder:
             copies.add(id(own))
             assert own.grad_fn is not None
             own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
+            self.returned_at = own.grad_fn._sequence_nr()
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
@@ -484,6 +489,28 @@ class Recorder:
         else:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
+
+    @_harmless
+    def _see_backward(self, roots: Any, *_: object) -> None:
+        """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
+        while self.beside:  # the loop may go through its loss once more
+            self.beside.pop().remove()
+        if not self.micro or self.optimizers:
+            return
+        names = {id(one): name for name, one in wrapped.named_parameters(self.model).items()}
+        for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
+            if id(leaf) in names:
+                name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"
+                handle = node.register_hook(functools.partial(self._see_beside, name, place))
+                self.beside.append(handle)
+
+    @_harmless
+    def _see_beside(
+        self, name: str, place: int, gradients: tuple[torch.Tensor | None, ...], _: object
+    ) -> None:
+        gradient = gradients[place]
+        if gradient is not None:
+            self.kept.keep_shard(name, gradient, added=True)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]

@@ -135,12 +135,14 @@ class Recording:
             found[own] = self.whole(step, name, here)[0]
         return found
 
-    def _arrived(self, step: int, called: Called) -> dict[str, torch.Tensor]:
-        first = f"backward/{called.number}/returned."
+    def _arrived(self, step: int, called: Called, first: str) -> dict[str, torch.Tensor]:
+        """What arrived from the loop, of the tensors whose names begin so."""
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
         # Those that have a part of it may be called with other samples, which is then said.
-        of_all = self.parted(step, called)
+        of_all = self.parted(step, called) or any(
+            [one.shape for one in places[name][1:]] != [places[name][0].full] for name in names
+        )
         found = {
             name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
             for name in names
@@ -271,8 +273,9 @@ class Recording:
                 if micro.loss is not None:
                     same.losses[rank] = micro.loss
         for called in found:
-            called.arrived = self._arrived(step, called)
             of_returned = f"backward/{called.number}/returned."
+            called.arrived = self._arrived(step, called, of_returned)
+            called.beside = self._arrived(step, called, f"beside/{called.number}/")
             places = self.steps[step - 1][called.ranks[0]].places
             called.of_tensors = any(name.startswith(of_returned) for name in places)
         again = next((one for one in found if one.about.differentiated), None)
