@@ -242,7 +242,8 @@ class _Step:
         own = {
             name: part
             for name in self.of_ranks.differ
-            if (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
+            if name in self.gradients
+            and (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
             and part.shape == self.gradients[name].shape
         }
         if sum(one.numel() for one in own.values()) < ENOUGH * len(columns):
