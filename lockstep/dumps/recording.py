@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +141,19 @@ class Recording:
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
         # Those that have a part of it may be called with other samples, which is then said.
-        of_all = self.parted(step, called) or any(
-            [one.shape for one in places[name][1:]] != [places[name][0].full] for name in names
+        of_all = self.parted(step, called) or not all(
+            self._have_all_of(step, name, called.ranks) for name in names
         )
         found = {
             name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
             for name in names
         }
         return {name: one for name, one in found.items() if one.any()}
+
+    def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
+        places = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
+        blocks = {tuple(one.start or ()): math.prod(one.shape or ()) for own in places for one in own[1:]}
+        return sum(blocks.values()) == math.prod(places[0][0].full or ())
 
     def names(self, step: int, kind: str) -> list[str]:
         """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
