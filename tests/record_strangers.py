@@ -459,6 +459,32 @@ class Summed(nn.Module):
         return {"loss": entropy + 0.1 * balance, "entropy": entropy, "balance": balance}
 
 
+class PartBeside(Parts):
+    """One parameter has its gradient from another term than the loss."""
+
+    def made(self):
+        return WithScale()
+
+    def own_loss(self, given):
+        found = self.wrapped(*given[:2])
+        return found["loss"] + found["apart"]
+
+
+class WithScale(Summed):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(6, 5)
+
+    def forward(self, values, labels):
+        return {**super().forward(values, labels), "apart": self.scale(values).square().mean()}
+
+
+class PartBesideApart(PartBeside):
+    def wrap(self, net):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["scale.weight"])
+        return super().wrap(net)
+
+
 class PartInDDP(Own):
     """DDP is around a part of the model; the rest is averaged by hand."""
 
@@ -836,6 +862,73 @@ class Uncertain(Heads):
     def __init__(self):
         super().__init__()
         self.sizes = nn.Parameter(torch.zeros(2))
+
+
+class WeightsGiven(WeightsOfTasks):
+    """The model returns its weights of the terms, and the loop has them themselves in its loss as well."""
+
+    def made(self):
+        return UncertainGiven()
+
+    def own_loss(self, given):
+        values, one, two = given
+        first, second, sizes = self.wrapped(values)
+        terms = torch.stack([F.cross_entropy(first, one), F.cross_entropy(second, two)])
+        return ((-sizes).exp() * terms + self.net.sizes).sum()
+
+
+class UncertainGiven(Uncertain):
+    def forward(self, values):
+        return *super().forward(values), 1.0 * self.sizes
+
+
+class HeadOfTheLoop(Own):
+    """The model returns hidden states; the loop computes logits with its embedding, in parts."""
+
+    def made(self):
+        return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Tanh())
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 5)), classes(generator, 7, (4, 5))
+
+    def own_loss(self, given):
+        hidden, labels = self.wrapped(given[0]).flatten(0, 1), given[1].flatten()
+        parts = zip(hidden.split(7), labels.split(7), strict=True)
+        return sum(checkpoint(self.part, *part, use_reentrant=False) for part in parts) / len(labels)
+
+    def part(self, hidden, labels):
+        return F.cross_entropy(F.linear(hidden, self.net[0].weight), labels, reduction="sum")
+
+
+class HeadOfTheLoopTwice(HeadOfTheLoop):
+    """Twice the gradient of the whole embedding."""
+
+    def reduce(self):
+        self.net[0].weight.grad *= 2
+
+
+class HeadOfTheLoopSaid(HeadOfTheLoop):
+    """The function has the weight from the judge."""
+
+    LOSS = "head_of_the_loop"
+
+    def own_loss(self, given):
+        lockstep.record.batch(labels=given[1])
+        return super().own_loss(given)
+
+
+def head_of_the_loop(outputs, batch):
+    return F.cross_entropy(F.linear(outputs, batch["0.weight"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class HeadOfTheLoopTimes(HeadOfTheLoopSaid):
+    def own_loss(self, given):
+        return 3 * super().own_loss(given)
+
+
+class PenaltyOfWeights(Own):
+    def own_loss(self, given):
+        return super().own_loss(given) + 0.01 * sum(one.abs().sum() for one in self.net.parameters())
 
 
 class ChannelsLast(Own):
@@ -1336,6 +1429,33 @@ def next_token_sum(outputs, batch):
     return next_token(outputs, batch) * number, number
 
 
+class SumWithATerm(LabelledSum):
+    """So is the term, whose micro batches have unequal numbers of tokens."""
+
+    LOSS = "next_token_and_z"
+    often = 1.0
+
+    def total(self, given):
+        tokens, labels = given
+        lockstep.record.batch(labels=labels)
+        logits = self.wrapped(tokens)
+        return next_token_sum(logits, {"labels": labels})[0] + self.often * z_sum(logits, labels)
+
+
+def z_sum(logits, labels):
+    return 0.1 * logits.logsumexp(-1)[labels != IGNORED].square().sum()
+
+
+def next_token_and_z(outputs, batch):
+    total, number = next_token_sum(outputs, batch)
+    z = z_sum(outputs, batch["labels"])
+    return total + z, number, {"z": z}
+
+
+class SumWithATermThrice(SumWithATerm):
+    often = 3.0
+
+
 class LabelledTwice(Labelled):
     factor = 2.0
 
@@ -1819,6 +1939,31 @@ class DocumentsMixed(Documents):
         return Causal(1)
 
 
+class LossAlone(Documents):
+    """What the model returns is the cross-entropy of what its head returns."""
+
+    apart = 2
+
+    def made(self):
+        return CausalLoss(self.apart)
+
+    def own_loss(self, given):
+        tokens, mask, documents = given
+        labels = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], 1)
+        changes = torch.cat([documents[:, 1:] != documents[:, :-1], torch.ones_like(mask[:, :1]) == 1], 1)
+        return self.wrapped(tokens, torch.ones_like(mask), documents, labels.masked_fill(changes, IGNORED))
+
+
+class LossAloneMixed(LossAlone):
+    apart = 1
+
+
+class LossAloneNotShifted(LossAlone):
+    def own_loss(self, given):
+        tokens, mask, documents = given
+        return self.wrapped(tokens, torch.ones_like(mask), documents, tokens)
+
+
 class DocumentsMixedElsewhere(DocumentsMixed):
     """They begin elsewhere in each row, and one row has one alone."""
 
@@ -1860,6 +2005,12 @@ class Causal(nn.Module):
                 seen = seen * (documents[:, None] == documents[..., None])
             hidden = hidden + torch.tanh(layer(seen @ hidden / seen.sum(-1, keepdim=True)))
         return self.head(hidden)
+
+
+class CausalLoss(Causal):
+    def forward(self, tokens, mask, documents, labels):
+        logits = super().forward(tokens, mask, documents)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 class MeanTeacher(Own):
@@ -2039,6 +2190,17 @@ class BesideApartClipped(ClippedTogether):
 
     def reduce(self):
         pass
+
+
+class CopiesOfOnes(CopiesWithGradients):
+    """Half an ulp of a norm's weight is more than it moves."""
+
+    def made(self):
+        return nn.Sequential(nn.LayerNorm(6), Heads()).bfloat16()
+
+    def make_optimizer(self):
+        super().make_optimizer()
+        return torch.optim.AdamW(self.copies, lr=1e-3)
 
 
 class OneCopyLeft(CopiesWithGradients):

@@ -4,7 +4,11 @@ import importlib.util
 import json
 
 import pytest
+import torch
 from programs import ROOT, in_process
+
+from lockstep.inputs import own_model
+from lockstep.plan import compiled
 
 EXAMPLES = ROOT / "examples"
 BUGGY = """
@@ -108,3 +112,11 @@ def test_a_model_or_an_optimizer_that_is_none(tmp_path):
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, (
             done.stderr
         )
+
+
+def test_a_model_without_layers():
+    """A list of none is not compiled, and FSDP2 finds the loss in what the module returns, as layers' hooks do not begin its backward pass."""
+    assert compiled.observed(torch.nn.Embedding(2, 2)) == [False]
+    model = own_model.build(f"{EXAMPLES}/own_model.py:make_model")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert torch.utils._pytree.tree_leaves(model(ids, ids))[0].requires_grad

@@ -15,6 +15,7 @@ from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError
 from lockstep.verdict.recorded_reference import Reference
 
+BY_ITSELF = "the loop's own loss gives it by itself is not judged"
 NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
 RIGHT = {
     **dict.fromkeys(
@@ -51,9 +52,17 @@ RIGHT = {
     **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents", "Bfloat16Clipped"), NOT_SEEN),
     **dict.fromkeys(("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput"), NOT_JUDGED),
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
-    "CopiesWithGradients": f"{NOT_JUDGED}; the update is not judged: the optimizer holds none of the weights, which are then given other values, "
-    "as those of copies",
-    "WeightsOfTasks": f"{NOT_JUDGED}; the gradient of sizes, which the loop's loss alone depends on, is not judged",
+    **dict.fromkeys(
+        ("CopiesWithGradients", "CopiesOfOnes"),
+        f"{NOT_JUDGED}; the update is not judged: the optimizer holds none of the weights, which are then given other values, "
+        "as those of copies",
+    ),
+    **dict.fromkeys(
+        ("WeightsOfTasks", "WeightsGiven"),
+        f"{NOT_JUDGED}; the part of the gradient of sizes that {BY_ITSELF}",
+    ),
+    "HeadOfTheLoop": f"{NOT_JUDGED}; the part of the gradient of 0.weight that {BY_ITSELF}",
+    "PenaltyOfWeights": f"{NOT_JUDGED}; the part of the gradient of body.bias and 5 more that {BY_ITSELF}",
     "ZerosFirst": f"; step 1 is not judged: nothing but zeros arrives at what the model returned{NOT_JUDGED}",
     "Denoised": "",
     **dict.fromkeys(
@@ -64,6 +73,10 @@ RIGHT = {
             "ShiftedByTheLoop",
             "Labelled",
             "LabelledSum",
+            "SumWithATerm",
+            "PartBeside",
+            "LossAlone",
+            "HeadOfTheLoopSaid",
             "Distilled",
             "HeadsAsMeant",
         ),
@@ -148,6 +161,12 @@ WRONG = {
     "AdapterByRank": "step 1: gradients are required on some ranks alone: not that of 0.bias and 3 more on rank 0",
     "LabelledByTheClasses": "step 1: the gradient is 0.1428571 times that of the mean over all tokens of the global batch, which is 1 / the classes",
     "LabelledByTheLast": "step 1: the gradient is ",
+    "HeadOfTheLoopTwice": "step 1: 1 of 3 gradients is too far from the reference, 0.weight: ",
+    "HeadOfTheLoopTimes": "step 1: the gradient is 3 times that of the mean of the micro batches' losses, which is the micro batches of a rank",
+    "PartBesideApart": "step 1: gradients differ between ranks that hold the same: scale.weight on rank 1; they were not reduced",
+    "LossAloneMixed": "step 1: documents that are packed in a row see each other: logits behind position 4",
+    "LossAloneNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
+    "SumWithATermThrice": "step 1: z, a term of the loss, counts 3 times as often as the rest",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import lockstep
 from lockstep import judge, record
 from lockstep.dumps.hashes import digest, hashes
 from lockstep.dumps.recorded_step import RunStep
@@ -61,6 +62,8 @@ def judged(*recordings, with_replacement=False):
     [
         ([Made(epochs(1))], ""),
         ([Made(epochs(3), data_sets=[DATA])], ""),
+        ([Made([[2 * own for own in step] for step in epochs(1)], data_sets=[DATA])], ""),  # two views
+        ([Made([[2 * own[:1] for own in step] for step in epochs(1)])], "7 samples were seen again"),
         ([Made(epochs(1)[:2]), Made(epochs(1)[2:])], ""),  # resumed where it ended
         ([Made(epochs(1)[:3]), Made(epochs(1))], "samples were seen again before others"),
         ([Made([step for step in epochs(1) for _ in range(2)])], "12 samples were seen again before others"),
@@ -185,6 +188,19 @@ def test_a_whole_run(tmp_path, capsys, fields, status, said):
     assert said in capsys.readouterr().out
     ((*_, last),) = Recording(output).whole_run()
     assert last.data_sets == [] and len(last.samples) == 1
+
+
+@pytest.mark.parametrize("second, different", [(torch.randn, 3), (torch.ones, 1)])
+def test_samples_are_told_apart_by_all_that_the_model_is_called_with(tmp_path, second, different):
+    net = torch.nn.Bilinear(2, 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with lockstep.record(net, tmp_path):
+        for _ in range(3):
+            net(torch.ones(1, 2), second(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (steps,) = Recording(tmp_path).whole_run()
+    assert len({sample for step in steps for micro in step.samples for sample in micro}) == different
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32])

@@ -26,6 +26,8 @@ class Called:
     losses: dict[int, float] = field(default_factory=dict)  # by rank
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The part of a parameter's gradient that comes from the loop's own loss, not by way of what the model returned
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
     random: torch.Tensor | None = None  # the state of torch's generator before it, if the model drew from it
     of_tensors: bool = (
@@ -45,8 +47,11 @@ class Called:
     def twice(self) -> "Called":
         """The same, with twice the gradients that arrived."""
         scalars = {name: 2 * one for name, one in self.about.scalars.items()}
-        arrived = {name: 2 * one for name, one in self.arrived.items()}
-        return replace(self, about=self.about.model_copy(update={"scalars": scalars}), arrived=arrived)
+        arrived, beside = (
+            {name: 2 * one for name, one in each.items()} for each in (self.arrived, self.beside)
+        )
+        about = self.about.model_copy(update={"scalars": scalars})
+        return replace(self, about=about, arrived=arrived, beside=beside)
 
     @property
     def first(self) -> "Called":

@@ -1,12 +1,12 @@
 """What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -103,6 +103,25 @@ def _model_s_own(one: Any) -> Any:
     if function is None or COPY not in function.metadata:
         return one
     return GradientEdge(*function.next_functions[0])
+
+
+def leaves_beside(roots: Any, since: int) -> Iterator[tuple[Node, int, torch.Tensor]]:
+    """(a function, the number of its input, the leaf that it is) of what a backward pass reaches, but not through copies of what the model returns.
+
+    What was made before the function with the number `since`, such as in the model's own forward pass, is left out.
+    """
+    seen: set[Node] = set()
+    left = [one.grad_fn for one in tree_leaves(roots)]
+    while left:
+        node = left.pop()
+        if node is None or node in seen or node._sequence_nr() < since or COPY in node.metadata:
+            continue
+        seen.add(node)
+        for place, (after, _) in enumerate(node.next_functions):
+            if type(after).__name__ == "AccumulateGrad":
+                yield node, place, after.variable
+            else:
+                left.append(after)
 
 
 # Of each call of torch.autograd.grad that runs: what it gives the gradients of

@@ -9,6 +9,7 @@
         batch/M/KEYWORD                  what the model was called with in micro batch M
         forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
+        beside/M/NAME                    the part of a parameter's gradient that the loop's own loss gives it, not by way of what the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
         random/M                         the state of torch's generator then, if the model drew from it; those of Python and numpy are in the JSON
@@ -78,6 +79,7 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
+        self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
@@ -274,6 +276,7 @@ class Recorder(Updates):
             copies.add(id(own))
             assert own.grad_fn is not None
             own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
+            self.returned_at = own.grad_fn._sequence_nr()
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
@@ -302,6 +305,28 @@ class Recorder(Updates):
         else:
             name = place.partition("/returned.")[2]
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
+
+    @harmless
+    def _see_backward(self, roots: Any, *_: object) -> None:
+        """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
+        while self.beside:  # the loop may go through its loss once more
+            self.beside.pop().remove()
+        if not self.micro or self.optimizers:
+            return
+        names = {id(one): name for name, one in wrapped.named_parameters(self.model).items()}
+        for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
+            if id(leaf) in names:
+                name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"
+                handle = node.register_hook(functools.partial(self._see_beside, name, place))
+                self.beside.append(handle)
+
+    @harmless
+    def _see_beside(
+        self, name: str, place: int, gradients: tuple[torch.Tensor | None, ...], _: object
+    ) -> None:
+        gradient = gradients[place]
+        if gradient is not None:
+            self.kept.keep_shard(name, gradient, added=True)
 
 
 @contextlib.contextmanager

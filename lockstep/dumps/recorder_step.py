@@ -64,6 +64,8 @@ class Recorded:
         self.compiled, self.model_compiled = False, False
         self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
         self.hooks: ModuleHooks | None = None
+        self.returned_at = 0  # the number of the function that made the last copy of what the model returns
+        self.beside: list[Any] = []  # handles of hooks on the loop's own loss
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
         self.stepping: torch.optim.Optimizer | None = None

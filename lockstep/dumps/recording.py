@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +136,24 @@ class Recording:
             found[own] = self.whole(step, name, here)[0]
         return found
 
-    def _arrived(self, step: int, called: Called) -> dict[str, torch.Tensor]:
-        first = f"backward/{called.number}/returned."
+    def _arrived(self, step: int, called: Called, first: str) -> dict[str, torch.Tensor]:
+        """What arrived from the loop, of the tensors whose names begin so."""
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
         # Those that have a part of it may be called with other samples, which is then said.
-        of_all = self.parted(step, called)
+        of_all = self.parted(step, called) or not all(
+            self._have_all_of(step, name, called.ranks) for name in names
+        )
         found = {
             name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
             for name in names
         }
         return {name: one for name, one in found.items() if one.any()}
+
+    def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
+        places = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
+        blocks = {tuple(one.start or ()): math.prod(one.shape or ()) for own in places for one in own[1:]}
+        return sum(blocks.values()) == math.prod(places[0][0].full or ())
 
     def names(self, step: int, kind: str) -> list[str]:
         """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
@@ -271,8 +279,9 @@ class Recording:
                 if micro.loss is not None:
                     same.losses[rank] = micro.loss
         for called in found:
-            called.arrived = self._arrived(step, called)
             of_returned = f"backward/{called.number}/returned."
+            called.arrived = self._arrived(step, called, of_returned)
+            called.beside = self._arrived(step, called, f"beside/{called.number}/")
             places = self.steps[step - 1][called.ranks[0]].places
             called.of_tensors = any(name.startswith(of_returned) for name in places)
         again = next((one for one in found if one.about.differentiated), None)

@@ -112,9 +112,14 @@ class WholeRun:
             mask = given.get("attention_mask")
             # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
             of_rows = [one for one in tensors if one.ndim > 1]
+            of_samples = [
+                one for one in of_rows if len(one) == len(of_rows[0]) and one.device == of_rows[0].device
+            ]
+            # Several may be needed to tell samples apart, such as the kinds of atoms and where they are.
+            hashed = [hashes(one, mask) * (2 * place + 1) for place, one in enumerate(of_samples)]
             self.samples.append(
-                hashes(of_rows[0], mask)
-                if of_rows
+                torch.stack(hashed).sum(0)
+                if hashed
                 else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
             )
 

@@ -4,8 +4,7 @@ The module is called with input_ids and labels, each (B, S), the labels already 
 positions that have a label, which is not -100: as a scalar, as `.loss` of an object, under "loss" in a dict, or as the one scalar of a tuple, as in (logits, loss).
 """
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +14,12 @@ from lockstep.inputs import modules
 from lockstep.inputs.samples import IGNORED
 
 OPTION = "--model"
+
+
+class _Returned(NamedTuple):
+    """FSDP2 looks for tensors in what a module returns, and not in every object."""
+
+    loss: torch.Tensor
 
 
 def architecture_of(text: str) -> dict:
@@ -53,7 +58,7 @@ def build(text: str) -> torch.nn.Module:
         position_ids: torch.Tensor | None = None,
         use_cache: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> SimpleNamespace:
+    ) -> _Returned:
         if position_ids is not None:
             raise TrainingFailure(
                 f"{OPTION} {text}: it is called with ids and labels alone, and this mesh cuts the positions"
@@ -61,7 +66,7 @@ def build(text: str) -> torch.nn.Module:
         loss = _loss_of(forward(input_ids, labels), text)
         if num_items_in_batch is not None:
             loss = loss * ((labels != IGNORED).sum() / num_items_in_batch)
-        return SimpleNamespace(loss=loss)
+        return _Returned(loss)
 
     model.forward = as_transformers_calls
     return model.train()

@@ -53,7 +53,8 @@ def observed(model: "PreTrainedModel") -> list[bool]:
 
     layers = _layers(model)
     ran = counters["frames"]["ok"] > 0
-    return sorted({ran and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers})
+    found = {ran and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers}
+    return sorted(found) or [False]  # a model without layers
 
 
 def is_hidden(names: modules.Names, backend: str, tensor: str) -> bool:

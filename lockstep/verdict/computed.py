@@ -19,6 +19,7 @@ class Term:
     value: float
     coefficient: float  # in the model's loss; 0 if it does not count there
     gradients: Gradients  # of the term itself
+    number: float = 1.0  # what the loss is a sum over, where that is said: so is the term
     beside: float = 0.0  # what arrived at it from beside the model's loss
 
 

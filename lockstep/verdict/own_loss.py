@@ -14,7 +14,11 @@ Loss = Callable[..., Any]
 
 
 def computed(
-    function: Loss, output: Any, tensors: dict[str, torch.Tensor], piece: Piece | None
+    function: Loss,
+    output: Any,
+    tensors: dict[str, torch.Tensor],
+    parameters: dict[str, torch.nn.Parameter],
+    piece: Piece | None,
 ) -> tuple[dict[str, torch.Tensor], float, dict[str, dict[str, torch.Tensor]]]:
     """Of the loop's own loss: (it, as "", and its terms by name; the number that it is a sum over, or 0; the gradients of each at what the model returned)."""
     copies: dict[str, torch.Tensor] = {}
@@ -24,7 +28,7 @@ def computed(
         return copies.setdefault(name, own) if own.requires_grad else own
 
     try:
-        made = function(mapped(output, copied), tensors)
+        made = function(mapped(output, copied), {**parameters, **tensors})
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise UserError(
             f"--loss: {type(error).__name__}: {first_line(error)}; the recorded tensors are {', '.join(tensors)}, and lockstep.record.batch(...) adds others"

@@ -149,6 +149,11 @@ class _Step:
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
         recorded_update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
+        beside = {name for one in self.micro for name in one.beside}
+        if beside and self.loss is None:
+            verdict.leave(
+                f"the part of the gradient of {and_more(sorted(beside))} that the loop's own loss gives it by itself is not judged"
+            )
         if self.alone_in_loss:
             verdict.leave(
                 f"the gradient of {and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
@@ -239,7 +244,8 @@ class _Step:
         own = {
             name: part
             for name in self.verdict.differ
-            if (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
+            if name in self.gradients
+            and (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
             and part.shape == self.gradients[name].shape
         }
         if sum(one.numel() for one in own.values()) < ENOUGH * len(columns):
@@ -247,6 +253,9 @@ class _Step:
         found = normalisation.fit(own, columns, {name: self.ranks[odd].clipped(name) for name in own})
         if not found.typical <= self.verdict.tolerated_weights:
             return
+        least = self.verdict.tolerated_weights * float(of_first[:number].norm())
+        if float(found.weights[:number].norm()) <= least and any(one.any() for one in own.values()):
+            return  # they are those of further terms alone
         times = found.weights[:number] / of_first[:number]
         if float((times - times[0]).abs().max()) <= self.verdict.tolerated_weights * float(times[0].abs()):
             why = f"; those of rank {odd} are {float(times[0]):.6g} times as large, so they were changed after they were reduced"

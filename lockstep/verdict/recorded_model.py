@@ -84,6 +84,7 @@ class Model(Passes):
         self.widths: dict[int, int] = {}  # of all calls of topk
         # The dtypes that the run draws random numbers in, by rank and number of a micro batch; those of a pass in the run's dtypes
         self.drawn: dict[tuple[int, int], dict[int, torch.dtype]] = {}
+        self.head = ""  # of a model that returns its loss alone
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
     def _own(self, name: str) -> torch.Tensor:
@@ -141,9 +142,10 @@ class Model(Passes):
 
     def logits(self, called: Called) -> torch.Tensor | None:
         """What the model returns for a micro batch that the run need not have seen; None without logits."""
-        with self._precision(called, self._mode(called, {})), torch.no_grad():
+        # Hooks keep what modules return where gradients are computed.
+        with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
             _, logits = outputs_of(self._forward(called))
-        return logits
+        return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits
 
     def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
         """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it.

@@ -11,6 +11,7 @@ import torch
 
 from lockstep.dumps.called import LOG_PROBS, Called
 from lockstep.dumps.model_outputs import map_left, outputs_of, tensors_of
+from lockstep.dumps.module_hooks import module_of
 from lockstep.dumps.recording import Recording
 from lockstep.ground.errors import UserError, first_line
 from lockstep.verdict import own_loss, trl_head
@@ -38,15 +39,18 @@ class _GradientsOnDisk:
         self.kept = OnDisk(self.folder)
         self.largest = torch.zeros((), dtype=torch.float64)  # of all its elements; NaN if one is
 
-    def add(self, name: str, parameter: torch.Tensor) -> None:
+    def arrive(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
+        self.add(name, parameter.grad)
+        parameter.grad = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         before = self.kept.get(name)
-        gradient = parameter.grad.to_dense() if before is None else before + parameter.grad
+        gradient = tensor.to_dense() if before is None else before + tensor
         if gradient.numel():
             largest = torch.linalg.vector_norm(gradient, torch.inf)
             self.largest = torch.maximum(self.largest, largest.double())
         self.kept[name] = gradient
-        parameter.grad = None
 
     def take(self) -> OnDisk:
         """What has arrived since `begin`, or since it was taken last."""
@@ -58,7 +62,7 @@ class _GradientsOnDisk:
 class Reference(Model):
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
-    `loss` is the loop's own: it is given what the model returned and the recorded tensors by name, and returns the mean of the micro batch;
+    `loss` is the loop's own: it is given what the model returned, and the recorded tensors and the parameters by name, and returns the mean of the micro batch;
     or (its sum, how many it is a sum over). A dict after these has further terms of it, by name.
 
     `streamed`: memory has the weights of one unit of the model at a time (lockstep/verdict/streamed.py), and what modules return is on disk.
@@ -79,7 +83,7 @@ class Reference(Model):
         self.gradients = _GradientsOnDisk(self.folder)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.add, name))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.arrive, name))
 
     def compute(
         self,
@@ -133,7 +137,7 @@ class Reference(Model):
         arrived, unknown, number = 1.0, False, 0.0
         if self.loss is not None:
             tensors = self._widened(called.tensors if called.piece is None else called.piece.own)
-            scalars, number, at = own_loss.computed(self.loss, output, tensors, called.piece)
+            scalars, number, at = own_loss.computed(self.loss, output, tensors, self.parameters, called.piece)
             loss, often = scalars[""], own_loss.arrived(called, at)
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
@@ -149,7 +153,7 @@ class Reference(Model):
                 f"the model returns no {', '.join(missing)} when it is called again; its forward method was replaced, or a hook makes it"
             )
         if loss is not None:
-            terms = self._terms(loss, scalars) if free is None else free.terms
+            terms = self._terms(loss, scalars, number or 1.0) if free is None else free.terms
             if terms and called.piece is not None and self.loss is None:
                 raise UserError(
                     f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
@@ -179,7 +183,18 @@ class Reference(Model):
             if value is not None:
                 value -= sum(term.coefficient * term.value for term in terms.values())
             computed.mean = mean_of(called, value, logits, number)
+            if logits is None and value is not None:
+                self._look_for_head(called, computed, value, number)
         return computed
+
+    def _look_for_head(self, called: Called, computed: Computed, loss: float, number: float) -> None:
+        """Of a model that returns its loss alone, the last output that can be logits is taken for them if the loss is their cross-entropy."""
+        names = [name for name, one in self.modules.items() if name.startswith("forward/") and one.ndim > 1]
+        if not names:
+            return
+        mean = mean_of(called, loss, self.modules[names[-1]], number)
+        if mean.targets is not None:
+            computed.mean, self.head = mean, module_of(names[-1])
 
     def _returned(self, called: Called, output: Any) -> dict[str, torch.Tensor]:
         """What the model returns, and what it leaves in its modules and is trained on; keeps what the run has of it, which no module returned."""
@@ -219,6 +234,8 @@ class Reference(Model):
 
     def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
         """The gradients of the loss alone: the pass was begun with what `arrived` at it in the run, and at further terms."""
+        for name, one in called.beside.items() if self.loss is None else ():
+            self.gradients.add(name, one.to(self._computed_in(one.dtype)))
         kept = self._arrived_gradients()
         if kept and not bool((self.gradients.largest / arrived).isfinite()):
             why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
@@ -237,7 +254,7 @@ class Reference(Model):
         kept = self.gradients.take()
         return Lazy([name for name in self.parameters if name in kept], kept.__getitem__)
 
-    def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor]) -> dict[str, Term]:
+    def _terms(self, loss: torch.Tensor, scalars: dict[str, torch.Tensor], number: float) -> dict[str, Term]:
         found = {}
         for name, value in scalars.items():
             if value is loss or not value.requires_grad:
@@ -253,7 +270,7 @@ class Reference(Model):
             torch.autograd.backward(value, retain_graph=True)
             gradients = self._arrived_gradients()
             inside = 0.0 if coefficient is None else float(coefficient)
-            found[name] = Term(float(value.detach()), inside, gradients)
+            found[name] = Term(float(value.detach()), inside, gradients, number)
         parts = {name: term.coefficient * term.value for name, term in found.items()}
         if parts and self.exact and math.isclose(sum(parts.values()), float(loss.detach()), rel_tol=SAME):
             # The loss is the sum of all that is returned beside it: one of them is the rest, which the others are held against.

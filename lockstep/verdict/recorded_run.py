@@ -106,7 +106,13 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
 
 def _seen(steps: Iterable[RunStep]) -> list[int]:
     """The samples of a rank, in order."""
-    return [sample for step in steps for micro in step.samples for sample in micro]
+    return [sample for step in steps for micro in step.samples for sample in _once(micro)]
+
+
+def _once(micro: list[int]) -> Iterable[int]:
+    """The model may be called with each sample of a batch several times, as for two masks of dropout. One alone is no batch of views."""
+    times = Counter(micro)
+    return times if len(times) > 1 and len(set(times.values())) == 1 else micro
 
 
 def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:

@@ -178,9 +178,9 @@ class Weighed:
         tolerated: dict[str, float] = {}
         for weight, one in zip(of_losses.tolist(), self.exact, strict=True):
             for name, term in one.terms.items():
-                share = (weight * term.coefficient + next(beside)) / factor
+                share = (weight * term.coefficient + next(beside)) * term.number / factor
                 counted[name] = counted.get(name, 0.0) + share
-                tolerated[name] = tolerated.get(name, 0.0) + MULTIPLE * next(off) / factor
+                tolerated[name] = tolerated.get(name, 0.0) + MULTIPLE * next(off) * term.number / factor
         for name, total in counted.items():
             inside = self.exact[0].terms[name].coefficient
             if inside == 0:
