@@ -2161,7 +2161,7 @@ class OneScaledThenClipped(Own):
     bound = 0.05
 
     def reduce(self):
-        self.net.two.weight.grad *= 1 + 0.5 * self.rank
+        self.net.body.weight.grad *= 1 + 0.5 * self.rank
 
 
 class CutOnOneRank(Own):

@@ -145,7 +145,7 @@ WRONG = {
     "SkippedOnOneRank": "step 1: ranks skipped 0, 1 steps before this one: each sets gradients to zero, after clipping, for itself",
     "ScaledOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
     "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
-    "OneScaledThenClipped": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
+    "OneScaledThenClipped": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1; "
     "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
     "CutOnOneRank": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
     "most elements of the first are the same on ranks 0 and 1, so it was changed after it was reduced",
@@ -245,7 +245,7 @@ def test_the_page_names_the_gradient_that_differs(judged):
             tensor: one for tensor, one in found.items() if tensor.startswith("gradient")
         }
 
-    scaled = "gradient/two.weight"
+    scaled = "gradient/body.weight"
     assert copies("OneScaledThenClipped") == ([1, scaled], {scaled: True})
     first, found = copies("ReducedFirstAlone")
     assert first == [1, "gradient/body.weight"] and len(found) == 6 and not any(found.values())

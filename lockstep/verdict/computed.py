@@ -75,6 +75,11 @@ class _Instead(torch.autograd.Function):
     def backward(_context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
+    @staticmethod
+    def jvp(_context: Any, tangent: torch.Tensor, _found: None) -> torch.Tensor:
+        """Of a model that differentiates forward, such as an energy's."""
+        return tangent.clone()
+
 
 def _like(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """The same numbers as in `found`, in the other's dtype and order in memory."""
