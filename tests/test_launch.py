@@ -88,6 +88,15 @@ def launcher(command, folder, *arguments):
     return result.stdout
 
 
+def test_a_folder_of_ray_that_is_not_there_is_a_usage_error(tmp_path):
+    """Of the instance that run_verification_main.sh starts. Negative control: the other tests name one that is."""
+    there = tmp_path / "gone"
+    command = [sys.executable, "-m", "lockstep.running.ray_instance"]
+    done = completed(command, env=environment(RAY_TMPDIR=str(there)))
+    said = f"lockstep.running.ray_instance: RAY_TMPDIR: {there}: No such file or directory; name a folder that can be written"
+    assert (done.returncode, done.stderr.splitlines()) == (2, [said])
+
+
 def test_torchrun_and_the_deepspeed_launcher_run_the_same_loop(tmp_path):
     weights = ["--init_weights_path", str(tmp_path / "init.pt"), "--precision", "fp32"]
     port = ["--master_port", str(free_port())]

@@ -187,9 +187,13 @@ def _hold_local_ray() -> int:
     processes.end_with_parent(signal.SIGUSR1)
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1
-    folder = tempfile.mkdtemp(
-        prefix="lockstep-", dir=os.environ.get("RAY_TMPDIR", "/tmp")
-    )  # short: the names of sockets must be
+    there = os.environ.get("RAY_TMPDIR", "/tmp")
+    try:
+        folder = tempfile.mkdtemp(prefix="lockstep-", dir=there)  # short: the names of sockets must be
+    except OSError as error:
+        raise UserError(
+            f"RAY_TMPDIR: {there}: {error.strerror}; name a folder that can be written"
+        ) from error
     os.environ["RAY_TMPDIR"] = folder
     ray = import_ray("ray")
     try:
