@@ -309,6 +309,8 @@ class Recorder(Updates):
     @harmless
     def _see_backward(self, roots: Any, *_: object) -> None:
         """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
+        if being_recomputed():  # a reentrant checkpoint goes backward inside of the backward pass
+            return
         while self.beside:  # the loop may go through its loss once more
             self.beside.pop().remove()
         if not self.micro or self.optimizers:

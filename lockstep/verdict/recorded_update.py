@@ -51,7 +51,7 @@ def judge(
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
         given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
-        largest = _largest_change(recording, given) if strangers else 0.0
+        largest = _largest_change(recording, given)
         left = [
             name
             for name in unheld
@@ -127,14 +127,14 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
 
 
 def _largest_change(recording: Recording, given: set[str]) -> float:
-    """Of the weights that were given other values between the first two steps, but for what rounding them may have added."""
-    found = [0.0]
+    """Of the weights that were given other values between the first two steps, but for what rounding them may have added; infinite if none was."""
+    found = []
     for name in given:
         if name.startswith("weight/"):
             before, after = (recording.whole(step, name)[0] for step in (1, 2))
             rounding = torch.finfo(before.dtype).eps / 2 * before.abs()
             found.append(float(((after - before).abs() - rounding).max()))
-    return max(found)
+    return max(found, default=math.inf)
 
 
 def _is_rounded_away(weight: torch.Tensor, change: float) -> bool:
