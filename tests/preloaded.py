@@ -118,9 +118,6 @@ def _be(asked: dict[str, Any]) -> None:
 
 
 def main(folder: str) -> None:
-    os.cpu_count = (
-        lambda: 1
-    )  # each process of pytest -n has a core: a second thread of a reference waits for it, and burns a quarter more
     from lockstep.ground import processes, startup
     from lockstep.plan.strategies import SPECS
     from lockstep.running import jobs
@@ -142,6 +139,10 @@ def main(folder: str) -> None:
     with startup.importing():
         captures = ["--capture_dir", folder]  # most of what tests start does
         jobs.preload([(1, [{"strategy": name, "arguments": captures} for name in SPECS])])
+        import torch
+    # Each process of pytest -n has a core: a second thread of a reference waits for it, and burns a quarter more.
+    set_num_threads = torch.set_num_threads
+    torch.set_num_threads = lambda _number: set_num_threads(1)
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:
         pid = os.fork()
