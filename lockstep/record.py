@@ -8,6 +8,7 @@ around the loop does the same. `python -m lockstep.judge runs/mine` then judges 
 """
 
 import argparse
+import functools
 import runpy
 import sys
 import traceback
@@ -86,10 +87,7 @@ class _Finding:
 
     def __init__(self, output: Path, steps: int, modules: str):
         import torch
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
+        from torch.optim import optimizer
 
         from lockstep.dumps import patches, wrapped
         from lockstep.dumps.recorder import Recorder
@@ -98,9 +96,11 @@ class _Finding:
         self.recorder: Recorder | None = None
         self.updating = False
         self.loaders = Loaders()
-        self.in_closure: torch.nn.Module | None = (
-            None  # called inside of an optimizer's step, whose begin was missed
+        self.make = functools.partial(
+            Recorder, folder=output, steps=steps, modules=modules, loaders=self.loaders
         )
+        # Called inside of an optimizer's step, whose begin was missed
+        self.in_closure: torch.nn.Module | None = None
         real: Callable[..., Any] = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -111,19 +111,13 @@ class _Finding:
             trained &= not any(map(torch.nn.parameter.is_lazy, own))  # which this call makes
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(wrapped.inner(module)).__mro__)
-            found = self.recorder
-            first = found is None or _is_part_of(found.model, wrapped.inner(module))
+            first = self.recorder is None or _is_part_of(self.recorder.model, wrapped.inner(module))
             if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or module
                 else:
-                    record(module)
+                    self._record(module)
             return real(module, *arguments, **options)
-
-        def record(module: torch.nn.Module) -> None:
-            if self.recorder is not None:
-                self.recorder.discard()
-            self.recorder = Recorder(module, output, steps, modules, self.loaders)
 
         def begins(*_: Any) -> None:
             self.updating = True
@@ -134,10 +128,12 @@ class _Finding:
             self.updating = False
             if self.in_closure is not None:
                 self._restore()
-                record(self.in_closure)
+                self._record(self.in_closure)
 
-        hooks = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
-
+        hooks = (
+            optimizer.register_optimizer_step_pre_hook(begins),
+            optimizer.register_optimizer_step_post_hook(ends),
+        )
         # Before the script asks: Python looks torch.autograd.grad up before it calls the model, in the arguments.
         sees_no_more = patches.see_asking()
 
@@ -149,6 +145,11 @@ class _Finding:
 
         self._restore = restore
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _record(self, module: "torch.nn.Module") -> None:
+        if self.recorder is not None:
+            self.recorder.discard()
+        self.recorder = self.make(module)
 
     def stop(self) -> None:
         # The recorder has put its own functions in the places of these: what came last goes first.

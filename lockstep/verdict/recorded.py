@@ -149,20 +149,24 @@ class _Step:
         self._judge_alone(nominal, place)
         verdict.wrong += self.of_norm + missing
         recorded_update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
+        self._say_unseen()
+        return verdict
+
+    def _say_unseen(self) -> None:
+        """Which parts of the gradient, and which tensors, are not judged."""
         beside = {name for one in self.micro for name in one.beside}
         if beside and self.loss is None:
-            verdict.leave(
+            self.verdict.leave(
                 f"the part of the gradient of {and_more(sorted(beside))} that the loop's own loss gives it by itself is not judged"
             )
         if self.alone_in_loss:
-            verdict.leave(
+            self.verdict.leave(
                 f"the gradient of {and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
             )
         if self.ranks[0].of_others:
-            verdict.leave(
+            self.verdict.leave(
                 f"tensors of other models, whose optimizers step, too, are not judged: {self.ranks[0].of_others}"
             )
-        return verdict
 
     def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
         """The whole computation, from the batch to the gradients.

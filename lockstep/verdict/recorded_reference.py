@@ -158,10 +158,7 @@ class Reference(Model):
                 raise UserError(
                     f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
                 )
-            for scalar, each in at.items():
-                for name, one in each.items():
-                    place = f"backward/{called.number}/returned.{name}"
-                    self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
+            self._keep_at_returned(called, at, often)
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
             for name, term in terms.items():
@@ -186,6 +183,15 @@ class Reference(Model):
             if logits is None and value is not None:
                 self._look_for_head(called, computed, value, number)
         return computed
+
+    def _keep_at_returned(
+        self, called: Called, at: dict[str, dict[str, torch.Tensor]], often: Mapping[str, float]
+    ) -> None:
+        """What arrives at what the model returned, from a loss that was given: `at` has the gradients of its scalars there."""
+        for scalar, each in at.items():
+            for name, one in each.items():
+                place = f"backward/{called.number}/returned.{name}"
+                self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
 
     def _look_for_head(self, called: Called, computed: Computed, loss: float, number: float) -> None:
         """Of a model that returns its loss alone, the last output that can be logits is taken for them if the loss is their cross-entropy."""

@@ -19,6 +19,7 @@ from lockstep.verdict.judgement import (
     own_update_tolerance,
 )
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.picture import draw
 from lockstep.verdict.recorded_optimizer import CannotStep, Replay, Stepped, Weights
 from lockstep.verdict.recorded_ranks import NOT_REDUCED
@@ -50,28 +51,8 @@ def judge(
     unheld = sorted(gradients.keys() - held - frozen)
     if unheld:
         strangers = sum(optimizer.strangers for optimizer in optimizers)
-        given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
-        largest = _largest_change(recording, given)
-        left = [
-            name
-            for name in unheld
-            if f"weight/{name}" not in given
-            and bool(gradients[name].any())
-            and not _is_rounded_away(weights[name], largest)
-        ]
-        if strangers and 0 < 2 * len(left) < len(unheld):
-            verdict.wrong.append(
-                f"{and_more(left)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
-            )
+        if _are_of_copies(recording, verdict, weights, gradients, unheld, strangers):
             return
-        if strangers and not left:
-            verdict.leave(
-                "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
-            )
-            return
-        stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
-        said = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
-        verdict.wrong.append(Wrong(said, stale if strangers else ""))
     elif not optimizers[0].is_of_deepspeed:
         _judge_others(recording, verdict)
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
@@ -89,6 +70,43 @@ def judge(
     _judge_between(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated, streamed)
+
+
+def _are_of_copies(
+    recording: Recording,
+    verdict: StepVerdict,
+    weights: Gradients,
+    gradients: Gradients,
+    unheld: list[str],
+    strangers: int,
+) -> bool:
+    """Whether the optimizer, which does not hold these weights, updates copies of them, which cannot be judged; else it is said that none holds them.
+
+    `strangers` are how many tensors it holds that are none of the model's.
+    """
+    given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
+    largest = _largest_change(recording, given)
+    left = [
+        name
+        for name in unheld
+        if f"weight/{name}" not in given
+        and bool(gradients[name].any())
+        and not _is_rounded_away(weights[name], largest)
+    ]
+    if strangers and 0 < 2 * len(left) < len(unheld):
+        verdict.wrong.append(
+            f"{and_more(left)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
+        )
+        return True
+    if strangers and not left:
+        verdict.leave(
+            "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
+        )
+        return True
+    stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
+    said = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
+    verdict.wrong.append(Wrong(said, stale if strangers else ""))
+    return False
 
 
 def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
