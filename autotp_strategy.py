@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import origin
-from lockstep.ground.blocks import Called, Held
+from lockstep.ground.blocks import CalledModules, Held
 from lockstep.ground.errors import LIBRARY_REFUSES, UserError, first_line
 from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
@@ -371,7 +371,7 @@ class AutoTPStrategy:
             parts.append(part)
         return torch.cat(parts, dim=dim)
 
-    def called(self) -> Called:
+    def called(self) -> CalledModules:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def effective_contract(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lockstep.dumps import manifest, step_file
 from lockstep.dumps.layout import BATCH, SEQUENCE, State, state_of
 from lockstep.dumps.placement import Placement
 from lockstep.dumps.trace import layout_of, named_outputs, watched
-from lockstep.ground.blocks import Called, Held, Runs, blocks
+from lockstep.ground.blocks import CalledModules, Held, Runs, blocks
 from lockstep.ground.collective import gather_objects, stop_together
 from lockstep.ground.errors import first_line
 from lockstep.ground.files import remove_captured, why_not_written
@@ -74,7 +74,7 @@ class Captured(Protocol):
     def state_kinds(self) -> list[str]:
         """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
 
-    def called(self) -> Called:
+    def called(self) -> CalledModules:
         """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
 
 

@@ -13,7 +13,7 @@ Runs = list[tuple[int, int]]
 # (name, block, shape of the full tensor, start of the block in it), of the blocks that a rank holds
 Held = Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]
 # Modules, and where among the arguments of each the parts of a batch are: a name or a place
-Called = list[tuple[torch.nn.Module, dict[str, str | int]]]
+CalledModules = list[tuple[torch.nn.Module, dict[str, str | int]]]
 
 
 def runs_of(places: list[int]) -> Runs:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from lockstep.ground.blocks import Called
+from lockstep.ground.blocks import CalledModules
 from lockstep.ground.collective import gather_objects
 from lockstep.inputs import modules
 from lockstep.plan import cuts
@@ -168,9 +168,9 @@ class Pipeline:
         stage = next(n for n in range(self.count) if unit in cuts.units_of(n, self.count, layers))
         return cuts.rank_of(self.name, stage, self.size)
 
-    def called(self, further: dict[str, str | int]) -> Called:
+    def called(self, further: dict[str, str | int]) -> CalledModules:
         """The stages that are given a batch, and where among their arguments its parts are."""
-        first: Called = [
+        first: CalledModules = [
             (stage, {"input_ids": 0, **further}) for stage in self.stages if stage.embedding is not None
         ]
         return first + [(stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.ground.blocks import Called, Held, pieces
+from lockstep.ground.blocks import CalledModules, Held, pieces
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan.config import Config
@@ -172,7 +172,7 @@ class TorchStrategy:
                 mean += self.pipeline.step(input_ids, labels, **given)
         return mean
 
-    def called(self) -> Called:
+    def called(self) -> CalledModules:
         """See `lockstep.training.strategy.Strategy`."""
         samples = self.config.samples
         if self.pipeline is None:

@@ -30,7 +30,7 @@ from lockstep.dumps.layout import Choice
 from lockstep.dumps.manifest import REFERENCE_LABEL as LABEL
 from lockstep.dumps.trace import layout_of
 from lockstep.ground import files
-from lockstep.ground.blocks import Called, Held
+from lockstep.ground.blocks import CalledModules, Held
 from lockstep.ground.errors import TrainingFailure
 from lockstep.inputs import weights
 from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
@@ -147,7 +147,7 @@ class ReferenceStrategy:
         }  # NaN, if one is
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
-    def called(self) -> Called:
+    def called(self) -> CalledModules:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def grad_norm(self) -> float:
