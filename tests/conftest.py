@@ -1,4 +1,5 @@
 import gc
+import shutil
 import signal
 
 import preloaded
@@ -77,6 +78,20 @@ def dumps(tmp_path_factory, worker_id):
             small_dumps.make(folder.with_name("dumps_being_made"))
             folder.with_name("dumps_being_made").rename(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def new_folder(tmp_path_factory):
+    """new_folder(name) makes a folder for a file's tests, which goes when they have ended: the disk need not hold all files' runs."""
+    made = []
+
+    def new(name):
+        made.append(tmp_path_factory.mktemp(name))
+        return made[-1]
+
+    yield new
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clean")
+def trained(new_folder):
+    folder = new_folder("clean")
     clean_sweep.train(
         dict.fromkeys(CASES, 1000), folder, clean_sweep.named("deepspeed,fsdp")
     )  # a seed that the published sweep does not have

@@ -70,9 +70,9 @@ def baseline_of(name):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, request):
+def trained(new_folder, request):
     """Two steps of every combination, of DDP in both precisions, and the float64 reference of all. No C++ compiler is on the PATH."""
-    folder = tmp_path_factory.mktemp("combinations")
+    folder = new_folder("combinations")
     for name in ("no programs", "extensions"):
         (folder / name).mkdir()
 

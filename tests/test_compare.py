@@ -37,8 +37,8 @@ def all_copied(dumps, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def copied_once(dumps, tmp_path_factory):
-    return copy_all(dumps, tmp_path_factory.mktemp("copies"))
+def copied_once(dumps, new_folder):
+    return copy_all(dumps, new_folder("copies"))
 
 
 @pytest.fixture

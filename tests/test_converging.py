@@ -139,8 +139,8 @@ class Mine(DDPStrategy):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("converging")
+def trained(new_folder):
+    folder = new_folder("converging")
     (folder / "mine.py").write_text(RAISES)
     (folder / "small.toml").write_text(SMALL.replace("FILE", str(folder / "mine.py")))
     status = run_study.main([str(folder / "small.toml"), "--output_dir", str(folder / "out")])

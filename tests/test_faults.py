@@ -63,9 +63,9 @@ def alone(folder, name):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(new_folder):
     """All trainings of this file: one start, of two processes and of four."""
-    folder = tmp_path_factory.mktemp("faults")
+    folder = new_folder("faults")
     weights = ["--init_weights_path", str(write_weights(folder / "init.safetensors"))]
 
     def history_of(fault, precision):

@@ -19,16 +19,16 @@ NORM = "model.layers.1.post_attention_layernorm"
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory):
+def captured(new_folder):
     """Dumps of two steps in autocast: ddp, fsdp, reference, replays, and what was found of modules by themselves."""
-    folder = tmp_path_factory.mktemp("autocast")
+    folder = new_folder("autocast")
     small_dumps.make(folder, "--precision=autocast")
     return folder
 
 
 @pytest.fixture(scope="module")
-def in_bf16(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bf16")
+def in_bf16(new_folder):
+    folder = new_folder("bf16")
     small_dumps.make(folder, "--precision=bf16", more=("deepspeed",))
     return folder
 

@@ -127,9 +127,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
+def runs(new_folder, request):
     """One start of the workers for all the runs, and one process for all that is judged in float64."""
-    folder = tmp_path_factory.mktemp("foreign")
+    folder = new_folder("foreign")
     cases = chosen(request.config)
 
     def job(strategy, bug):

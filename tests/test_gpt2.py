@@ -34,8 +34,8 @@ RUNS = {  # name -> (strategy, planted bug, flags)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt2")
+def runs(new_folder):
+    folder = new_folder("gpt2")
     capture = ["--capture_steps", "2", "--capture_dir", str(folder / "dumps")]
 
     def job(name, strategy, fault, flags):

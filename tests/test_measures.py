@@ -33,9 +33,9 @@ RUNS = {  # name: (number of ranks, strategy, flags)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(new_folder):
     """The histories by name; the dumps of those with an average, and their reference."""
-    folder = tmp_path_factory.mktemp("measures")
+    folder = new_folder("measures")
 
     def job(name, strategy, flags):
         places = ["--loss_output_dir", str(folder / name)]

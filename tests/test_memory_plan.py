@@ -227,11 +227,11 @@ def test_a_studys_report_has_the_prediction(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(new_folder):
     """(plan, measured) by run of the benchmark's study, of real ranks on CPUs."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("allocated")
+    folder = new_folder("allocated")
     study = benchmark.study_file.read(benchmark.STUDY)
     chosen = [
         case

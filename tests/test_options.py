@@ -130,9 +130,9 @@ FAULTS = {"zero_stage": "another ZeRO stage", "collectives": "collectives of its
 
 
 @pytest.fixture(scope="module")
-def not_passed_on(tmp_path_factory):
+def not_passed_on(new_folder):
     """Every option was asked for, and the library was told its default, or the stage before; gloo, and DeepSpeed has an operator of its own."""
-    folder = tmp_path_factory.mktemp("defaults")
+    folder = new_folder("defaults")
     calls = []
     for name, (strategy, flags, _) in NOT_PASSED_ON.items():
         common = "--dp_size 2 --batch_size 2 --seq_length 32 --gradient_accumulation_steps 2 --debug_steps 1"

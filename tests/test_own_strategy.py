@@ -18,9 +18,9 @@ SMALL = shlex.split("--batch_size 2 --seq_length 64 --precision fp32")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(new_folder):
     """A folder with my_parallel.py, whose class Mine is DDPStrategy."""
-    folder = tmp_path_factory.mktemp("own")
+    folder = new_folder("own")
     own_strategy(folder / "my_parallel.py", name="Mine")
     return folder
 
@@ -166,9 +166,9 @@ STOPPED = {  # class -> what is said of it on every rank
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory):
+def wrong(new_folder):
     """A folder with wrong.py, and what the ranks said of each class of STOPPED; the optimizers once with captured tensors, too."""
-    folder = tmp_path_factory.mktemp("wrong")
+    folder = new_folder("wrong")
     own_strategy(folder / "wrong.py", name="Mine", then=f"\nimport torch\n{WRONG}")
     calls = []
     for name in STOPPED:

@@ -50,9 +50,9 @@ def row_of(content, view, step, name):
 
 
 @pytest.fixture(scope="module")
-def failed(dumps, tmp_path_factory):
+def failed(dumps, new_folder):
     """The page of a comparison in which one element of FSDP's gradient is another."""
-    folder = tmp_path_factory.mktemp("failed")
+    folder = new_folder("failed")
     for name in ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp"):
         shutil.copytree(dumps / name, folder / name)
     overwrite(folder / "fsdp", 1, WRONG, 100 * 64 + 3, ONE)
@@ -66,9 +66,9 @@ def failed(dumps, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory):
+def recordings(new_folder):
     """Pages of two ranks: of FSDP2, one of which has 1.5 times its shard of a gradient; of DDP, one of which clips by another norm."""
-    folder = tmp_path_factory.mktemp("recorded")
+    folder = new_folder("recorded")
     bugs = {"fsdp": {"bug": "one shard"}, "ddp": {"bug": "norm of each rank", "clip": 0.01}}
     run_groups(
         [(2, "recorded_loops:plain", folder / kind, {"kind": kind, **bug}) for kind, bug in bugs.items()],

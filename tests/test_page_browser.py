@@ -53,9 +53,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(new_folder):
     """NAME -> report.html."""
-    folder = tmp_path_factory.mktemp("pages")
+    folder = new_folder("pages")
     pages = {
         "fail": comparison("FAIL"),
         "pass": comparison("PASS"),

@@ -30,9 +30,9 @@ def test_the_formula():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(new_folder):
     """Four steps of every strategy, the same of DDP with a rate that is not the schedule's, and the reference."""
-    folder = tmp_path_factory.mktemp("rates")
+    folder = new_folder("rates")
     arguments = [*SMALL, *FLAGS, "--capture_dir", str(folder)]
 
     def run(strategy, fault="none"):

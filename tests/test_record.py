@@ -36,9 +36,9 @@ def seeded():
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(new_folder):
     """The folder with a recording of each loop: one start of two ranks for all."""
-    folder = tmp_path_factory.mktemp("recorded")
+    folder = new_folder("recorded")
     run_groups(
         [(2, "recorded_loops:plain", folder / name, argument) for name, argument in RIGHT.items()],
         timeout=380,

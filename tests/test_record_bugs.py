@@ -551,9 +551,9 @@ UNSEEN = [
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
+def judged(new_folder):
     """The folder of each loop, recorded and judged: one start for those of two ranks, one for those of four."""
-    folder, groups = tmp_path_factory.mktemp("loops"), {}
+    folder, groups = new_folder("loops"), {}
     bugs = steps_of({name: row[0] for name, row in BUGS.items()})
     for name, steps in {**bugs, **dict.fromkeys(VARIANTS, 2), **dict.fromkeys(UNSEEN, 1)}.items():
         groups.setdefault(getattr(record_bugs, name).ranks, {})[name] = steps

@@ -59,8 +59,8 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
-    folder = tmp_path_factory.mktemp("deepspeed")
+def runs(new_folder, request):
+    folder = new_folder("deepspeed")
     compiled = request.config.getoption("--all")
     cases = RIGHT | (KERNELS if compiled else {})
     cases |= {"copies": {"stage": 0, "bf16": True}}

@@ -48,8 +48,8 @@ NOT_JUDGED = {
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("optimizers")
+def judged(new_folder):
+    folder = new_folder("optimizers")
     steps = dict.fromkeys([*RIGHT, *WRONG, *NOT_JUDGED], 2)  # what is kept of one step is in the next
     run_groups([(2, "record_optimizers:run", folder, steps)], timeout=580)
     return folder

@@ -13,9 +13,9 @@ RANKS = "that of the mean of the ranks' token means"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(new_folder):
     """The recordings of one start of Ray, which takes longer than all of the training."""
-    folder = tmp_path_factory.mktemp("ray")
+    folder = new_folder("ray")
     text = (EXAMPLES / "ray_train.py").read_text()
     first, marked, rest = text.partition("def train_deepspeed")
     function, end, last = (marked + rest).partition("LIBRARIES = {")

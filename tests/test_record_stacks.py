@@ -316,9 +316,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(new_folder):
     """The folder with the recordings of all rows, by one start of torchrun."""
-    folder = tmp_path_factory.mktemp("stacks")
+    folder = new_folder("stacks")
     rows = [
         row(folder, name, ranks, EXAMPLES / script, arguments)
         for name, (ranks, script, arguments, _) in RIGHT.items()

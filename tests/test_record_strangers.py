@@ -186,8 +186,8 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("strangers")
+def judged(new_folder):
+    folder = new_folder("strangers")
     # A copy shows in the second step, and HeadTimesWorld is judged as a right loop, too.
     two = [*RIGHT, *REFUSED, "OneCopyLeft", "HeadTimesWorld"]
     steps = steps_of(WRONG) | dict.fromkeys(two, 2)

@@ -47,8 +47,8 @@ def rows_of(folder, *arguments):
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory):
-    return rows_of(tmp_path_factory.mktemp("fp32"), *SAMPLE)
+def fp32(new_folder):
+    return rows_of(new_folder("fp32"), *SAMPLE)
 
 
 def test_every_fault_is_caught_placed_and_named(fp32):

@@ -66,9 +66,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(new_folder):
     """FOLDER/SAMPLES/RUN: two steps of every run, of DDP with its control run, and the reference."""
-    folder = tmp_path_factory.mktemp("samples")
+    folder = new_folder("samples")
     starts, references = collections.defaultdict(list), []  # number of ranks and mesh -> jobs
     for samples, told in SAMPLES.items():
         own = folder / samples

@@ -76,9 +76,9 @@ def _copy(tensors):
 
 
 @pytest.fixture(scope="module")
-def dumped(tmp_path_factory):
+def dumped(new_folder):
     """What every strategy on every mesh really computed, from its capture, by case."""
-    top = tmp_path_factory.mktemp("strategies")
+    top = new_folder("strategies")
     groups, dumps = [], {}
     for strategy, dp, tp in CASES:
         folder = top / "-".join(map(str, (strategy, dp, tp)))

@@ -16,8 +16,8 @@ from lockstep.verdict.factors import Factor
 
 
 @pytest.fixture(scope="module")
-def written(dumps, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
+def written(dumps, new_folder):
+    folder = new_folder("report")
     assert compare.main([str(dumps / "fsdp"), str(dumps / "reference"), "--output_dir", str(folder)]) == 0
     return (folder / "report.md").read_text(), json.loads((folder / "report.json").read_text())
 

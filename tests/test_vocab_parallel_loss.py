@@ -4,8 +4,8 @@ from ranks import run_groups
 
 
 @pytest.fixture(scope="module")
-def all_shards(tmp_path_factory):
-    folders = {size: tmp_path_factory.mktemp(f"loss{size}") for size in (2, 4)}
+def all_shards(new_folder):
+    folders = {size: new_folder(f"loss{size}") for size in (2, 4)}
     run_groups([(size, "jobs:sharded_loss", folder, None) for size, folder in folders.items()])
     return {
         size: [torch.load(folder / f"loss{rank}.pt", weights_only=True) for rank in range(size)]
