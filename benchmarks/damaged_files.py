@@ -1,7 +1,7 @@
 """A thousand damaged or hostile files for every reader: how does each end?
 
-    PYTHONPATH=.:tests python benchmarks/damaged_files.py --output results/damaged_files.json      all readers, about half an hour
-    PYTHONPATH=.:tests python benchmarks/damaged_files.py config.json text                         some of them
+    PYTHONPATH=.:tests:tests/inputs:tests/dumps python benchmarks/damaged_files.py --output results/damaged_files.json      all readers, about half an hour
+    PYTHONPATH=.:tests:tests/inputs:tests/dumps python benchmarks/damaged_files.py config.json text                         some of them
 
 The cases and what is demanded of them are those of the tests. A row of the table is replaced when its reader is run again.
 Exit status: 0 every case ended as it may; 1 one did not; 2 a usage error.

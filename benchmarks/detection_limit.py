@@ -32,7 +32,9 @@ from lockstep.ground.files import FIGURE, write_result
 from lockstep.plan.config import BASELINE, BETAS, EPS
 from lockstep.plan.strategies import others
 from lockstep.training.optim import decays
-from lockstep.verdict import forced, recorded_modules, recorded_rows
+from lockstep.verdict import forced
+from lockstep.verdict import modules as recorded_modules
+from lockstep.verdict import rows as recorded_rows
 from lockstep.verdict.distance import Distance, Size, clip_factor, distance_of
 from lockstep.verdict.factors import farthest, project
 from lockstep.verdict.float64 import make_exact

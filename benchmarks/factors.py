@@ -26,9 +26,10 @@ from outputs import output
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.dumps.recording import Recording
 from lockstep.ground.files import FIGURE, write_result
-from lockstep.verdict import recorded, recorded_alone
+from lockstep.recorded import alone as recorded_alone
+from lockstep.recorded import step
+from lockstep.recorder.recording import Recording
 from lockstep.verdict.factors import (
     FEWEST,
     NOTHING,
@@ -214,7 +215,7 @@ def main() -> None:
         for seed in range(args.runs):
             Kept.every = []
             about = record(seed, Path(folder) / "run")
-            verdict = recorded.judge(Recording(Path(folder) / "run"), 1)
+            verdict = step.judge(Recording(Path(folder) / "run"), 1)
             if verdict.wrong:
                 wrong.append([seed, *about, verdict.wrong[0][:300]])
             for kept in Kept.every:

@@ -75,8 +75,8 @@ def alone_times_free(folder: Path) -> float:
         (Path(file).name, name): cumulative
         for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(str(path)).stats.items()
     }
-    once = seconds["recorded_free.py", "_not_linear"] + seconds["recorded_task.py", "judge"]
-    return seconds["recorded.py", "_judge_alone"] / (seconds["recorded.py", "_judge_free"] - once)
+    once = seconds["free.py", "_not_linear"] + seconds["task.py", "judge"]
+    return seconds["step.py", "_judge_alone"] / (seconds["step.py", "_judge_free"] - once)
 
 
 def main() -> None:

@@ -17,13 +17,15 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from lockstep.dumps.recording import Recording
 from lockstep.ground import processes
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
+from lockstep.recorded import report as recorded_report
+from lockstep.recorded import run as recorded_run
+from lockstep.recorder.recording import Recording
 from lockstep.running import judging
-from lockstep.verdict import gpu_kernels, recorded_report, recorded_run
+from lockstep.verdict import gpu_kernels
 from lockstep.verdict.normalisation import LABELS
 
 

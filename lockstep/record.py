@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from lockstep.dumps.recorder import EVERY_MODULE, STEPS
+    from lockstep.recorder.recorder import EVERY_MODULE, STEPS
 
     parser = Parser(prog="python -m lockstep.record", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -89,9 +89,9 @@ class _Finding:
         import torch
         from torch.optim import optimizer
 
-        from lockstep.dumps import patches, wrapped
-        from lockstep.dumps.recorder import Recorder
-        from lockstep.dumps.whole_run import Loaders
+        from lockstep.recorder import patches, wrapped
+        from lockstep.recorder.recorder import Recorder
+        from lockstep.recorder.whole_run import Loaders
 
         self.recorder: Recorder | None = None
         self.updating = False
@@ -169,7 +169,7 @@ def batch(**tensors: "torch.Tensor") -> None:
 
     They are recorded with it, for `python -m lockstep.judge --loss`. Without a recording this does nothing.
     """
-    from lockstep.dumps.recorder import NOTED
+    from lockstep.recorder.recorder import NOTED
 
     NOTED.update(tensors)
 
@@ -188,7 +188,7 @@ class _Callable(types.ModuleType):
 
         `modules` is a pattern of the names of modules whose outputs are recorded (default: all).
         """
-        from lockstep.dumps.recorder import EVERY_MODULE, STEPS, recording
+        from lockstep.recorder.recorder import EVERY_MODULE, STEPS, recording
 
         return recording(
             model, folder, STEPS if steps is None else steps, EVERY_MODULE if modules is None else modules

@@ -27,7 +27,7 @@ def page(contents: dict[str, dict]) -> str:
         "",
         "Every dimension and technique alone (on the diagonal), with each other one, and in threes. *yes*: every tensor of the first step agrees with",
         "the float64 reference, and every loss of two steps with DDP's. *no*: the reason is below the table. An empty cell was not",
-        "run, because its two settings exclude each other, such as two values of one option. Made by `python results/compositions.py` from the reports of the two studies; tests/test_compositions.py holds the page",
+        "run, because its two settings exclude each other, such as two values of one option. Made by `python results/compositions.py` from the reports of the two studies; tests/extras/test_compositions.py holds the page",
         "against them, and `./run_tests.sh --all` runs them again.",
     ]
     for name, content in contents.items():

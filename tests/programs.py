@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import importlib.util
 import io
 import os
 import runpy
@@ -50,3 +51,11 @@ def in_process(
         if torch.distributed.is_initialized():  # which would have ended with the program's process
             torch.distributed.destroy_process_group()
     return subprocess.CompletedProcess([program, *arguments], status, out.getvalue(), error.getvalue())
+
+
+def script(name: str):
+    """The module results/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"results_{name}", ROOT / "results" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -22,7 +22,7 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "lightning.fabric",
     "lightning.pytorch",
-    "lockstep.dumps.recorder",
+    "lockstep.recorder.recorder",
     "peft",
     "torch.distributed.tensor.parallel",
     "transformers.models.mixtral.modeling_mixtral",

@@ -1,10 +1,17 @@
 """Histories made up for the tests of the comparison: the smallest thing that passes, to be spoilt one way at a time."""
 
 import copy
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
+from pathlib import Path
 
+import lockstep
 from lockstep.dumps.header import seal
 from lockstep.dumps.history import History
+from lockstep.ground import schemas
 from lockstep.ground.flags import recorded
 from lockstep.ground.origin import about
 from lockstep.inputs.architectures import BUILT_IN
@@ -110,3 +117,18 @@ def rewrite(path, change, *, sealed=True):
     if sealed:
         content["sha256"] = seal(content)
     path.write_text(json.dumps(content))
+
+
+def require_origin(versions, origin):
+    """Of all that takes part: the libraries, Lockstep itself, and what the processor's kernels are chosen by."""
+    libraries = {"torch", "transformers", "numpy", "safetensors", "tokenizers"}
+    libraries |= {name for name in ("deepspeed", "ray", "accelerate") if importlib.util.find_spec(name)}
+    assert versions == {name: importlib.metadata.version(name) for name in libraries}
+    assert set(origin) == set(schemas.Origin.model_fields)
+    assert (
+        origin["lockstep"] == lockstep.__version__ and origin["commit"] and origin["cores"] == os.cpu_count()
+    )
+    if platform.machine() == "x86_64":
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n")[0].split()
+        wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+        assert set(origin["instruction_sets"]) & set(wanted) == set(wanted) & set(flags)

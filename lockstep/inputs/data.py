@@ -198,7 +198,7 @@ class Inputs:
     start: Start
 
 
-ROUNDS = 12  # a network of few bits mixes slowly: with 4 rounds, small n show (tests/test_order.py)
+ROUNDS = 12  # a network of few bits mixes slowly: with 4 rounds, small n show (tests/inputs/test_order.py)
 
 
 def permuted(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:

@@ -5,16 +5,16 @@ from operator import attrgetter
 
 import torch
 
-from lockstep.dumps.recorded_step import Step
-from lockstep.dumps.recording import Recording
 from lockstep.ground import origin
 from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View, short
 from lockstep.page.writing import write as write_page
-from lockstep.verdict import recorded_report
+from lockstep.recorded import report as recorded_report
+from lockstep.recorded.run import RunVerdict
+from lockstep.recorder.recorded_step import Step
+from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import MULTIPLE
-from lockstep.verdict.recorded_rows import StepVerdict
-from lockstep.verdict.recorded_run import RunVerdict
+from lockstep.verdict.rows import StepVerdict
 
 # What the ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight.
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}

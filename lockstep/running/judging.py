@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from lockstep.dumps.recording import Recording
 from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
-from lockstep.verdict import gpu_kernels, recorded
-from lockstep.verdict.recorded_rows import StepVerdict
+from lockstep.recorded import step
+from lockstep.recorder.recording import Recording
+from lockstep.verdict import gpu_kernels
+from lockstep.verdict.rows import StepVerdict
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Task:
 
     def judge(self, recording: Recording) -> StepVerdict:
         loss = user_file.load(self.loss, "--loss") if self.loss else None
-        verdict = recorded.judge(recording, self.step, self.expect, loss, self.memory)
+        verdict = step.judge(recording, self.step, self.expect, loss, self.memory)
         gc.collect()  # models and their hooks hold each other, and the next step needs the memory
         return verdict
 

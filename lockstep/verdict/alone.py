@@ -9,9 +9,9 @@ from pydantic import ConfigDict
 
 from lockstep.dumps.dump import Dump
 from lockstep.dumps.manifest import MANIFEST
-from lockstep.dumps.module_hooks import module_of
 from lockstep.ground.files import read_json, write_text
 from lockstep.ground.schemas import Sha256, Strict, validate
+from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.scalars import Chosen

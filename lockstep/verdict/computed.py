@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lockstep.dumps.module_hooks import ModuleHooks
+from lockstep.recorder.module_hooks import ModuleHooks
 from lockstep.verdict.float64 import Taken
+from lockstep.verdict.mean_over import Mean
 from lockstep.verdict.normalisation import Gradients
-from lockstep.verdict.recorded_loss import Mean
 
 
 @dataclass

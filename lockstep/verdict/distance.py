@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from lockstep.dumps.dump import Dump, Dumps
-from lockstep.dumps.optimizers import clip_by
 from lockstep.plan import rates
 from lockstep.plan.config import BETAS
+from lockstep.recorder.optimizers import clip_by
 from lockstep.training.optim import decays, direction
 
 # elements: all blocks of a comparison stay in the cache, BLAS starts no threads for so few, and memory for them is not asked of the system

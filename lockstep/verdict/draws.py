@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lockstep.dumps.called import Called
 from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
 from lockstep.inputs import shapes
+from lockstep.recorder.called import Called
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}

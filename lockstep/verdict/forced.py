@@ -23,9 +23,9 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.modules import Modules
 from lockstep.verdict.normalisation import Sum
-from lockstep.verdict.recorded_modules import Modules
-from lockstep.verdict.recorded_rows import StepVerdict, judged
+from lockstep.verdict.rows import StepVerdict, judged
 from lockstep.verdict.scalars import Chosen
 
 if TYPE_CHECKING:

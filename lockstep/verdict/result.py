@@ -8,7 +8,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Measured, relative
 from lockstep.verdict.judgement import MULTIPLE, Judgement
-from lockstep.verdict.recorded_rows import described
+from lockstep.verdict.rows import described
 from lockstep.verdict.scalars import Chosen, Loss, Norm
 
 FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it

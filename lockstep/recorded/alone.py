@@ -1,0 +1,90 @@
+"""Each module of a recorded step by itself: computed from the inputs that it had in the run, and from the gradient that arrived at it.
+
+In a free pass, rounding errors pile up from the batch to the loss, and everything after a wrong module is wrong. Here the recorded
+tensors take the places of the computed ones, so what is wrong is wrong by itself.
+"""
+
+import torch
+
+from lockstep.recorded.reference import Reference
+from lockstep.recorder.called import LOG_PROBS, Called
+from lockstep.verdict.alone import with_factors
+from lockstep.verdict.computed import Computed
+from lockstep.verdict.factors import Factors
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.modules import Modules, Tensors, as_pieces
+from lockstep.verdict.normalisation import Gradients, Sum
+from lockstep.verdict.rows import StepVerdict, judged
+
+
+class Alone:
+    """`exact` and `plain` compute in float64 and in the run's dtypes. `steps` of the run are judged."""
+
+    def __init__(self, verdict: StepVerdict, exact: Reference, plain: Reference, steps: int):
+        self.verdict, self.exact, self.plain = verdict, exact, plain
+        self.factors = Factors(steps)
+        self.modules = Modules(verdict, verdict.precision, self.factors)
+        self.right: list[Gradients] = []
+        self.near: list[Gradients] = []
+
+    def add(
+        self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
+    ) -> None:
+        """One micro batch, as the first rank that was called with it has it; `right` and `near` are what free passes gave."""
+        rank = called.ranks[0]
+        mine = {name: [(rank, tensor)] for name, found in own.items() for of, tensor in found if of == rank}
+        # A rank may compute parts that one process does not, such as its own experts' tokens in an order of its own.
+        written = {
+            name: found[0][1]
+            for name, found in mine.items()
+            if all(free.shapes.get(name) == found[0][1].shape for free in (right, near))
+        }
+        if called.piece is not None:
+            of_all = [self.exact.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
+            written = {}
+            for name, shape in right.shapes.items():
+                parts = [of[name][0][1] for of in of_all if name in of]
+                whole = called.piece.pieces.joined(parts, shape) if len(parts) == len(of_all) else None
+                if whole is not None:
+                    written[name] = whole
+        if LOG_PROBS in called.arrived:  # from a head that is not the model's own
+            mine.pop(
+                next((name for name in right.shapes if name.startswith("backward/") and name in mine), ""),
+                None,
+            )
+        exact = self.exact.compute(called, told, written, right)
+        plain = self.plain.compute(called, told, written, near)
+        for computed in (exact, plain):
+            as_pieces([computed], [called], [mine])
+        self.modules.add(called.number, called.ranks, mine, exact, plain)
+        self.right.append(exact.gradients)
+        self.near.append(plain.gradients)
+
+    def judge(
+        self, observed: Gradients, weights: torch.Tensor | None, clipped: dict[str, float]
+    ) -> list[Judgement]:
+        """All rows, in order of execution.
+
+        `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them
+        before they are `clipped` by factors. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
+        """
+        if weights is None:
+            return with_factors(list(self.modules.rows.values()), self.factors)
+        right, near = (Sum(observed, columns, weights, clipped) for columns in (self.right, self.near))
+        told = self.exact.recording.steps[0][0].micro_batches[0].reduce_dtype
+        # Or in that of the weights, as with copies of them in float32
+        reduced_in = {
+            name: getattr(torch, told.removeprefix("torch.")) if told else one.dtype
+            for name, one in self.exact.recording.skeleton.named_parameters()
+        }
+        rows = judged(
+            self.verdict.step,
+            observed,
+            right,
+            near,
+            self.verdict.precision,
+            kind="gradient/",
+            factors=self.factors,
+            dtypes=reduced_in,
+        )
+        return with_factors([*self.modules.rows.values(), *rows], self.factors)

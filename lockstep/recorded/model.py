@@ -1,0 +1,302 @@
+"""The recorded model, called again by one process with the micro batches that the run saw: in float64, or as the run computes."""
+
+import contextlib
+import functools
+import inspect
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_unflatten, treespec_loads
+
+from lockstep.dumps.trace import storage
+from lockstep.ground.errors import UserError
+from lockstep.inputs.weights import perturbed
+from lockstep.recorded.streamed import Context, Streamed
+from lockstep.recorder import building, tree
+from lockstep.recorder.called import Called
+from lockstep.recorder.kept import generators, restore_generators
+from lockstep.recorder.model_outputs import outputs_of, tensors_of
+from lockstep.recorder.module_hooks import module_of
+from lockstep.recorder.recording import Recording
+from lockstep.verdict import draws, gpu_kernels
+from lockstep.verdict.computed import Passes
+from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
+from lockstep.verdict.lazy import Lazy, OnDisk
+
+
+class Model(Passes):
+    """As it was before each micro batch of a step. `exact`: in float64. `weights` are those before the step.
+
+    `streamed`: memory has the weights of one unit of the model at a time (lockstep/recorded/streamed.py), and what modules return is on disk.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        exact: bool,
+        streamed: bool = False,
+    ):
+        self.streamed = streamed
+        self.model, self.exact = recording.build(), exact
+        self.kernels: list[str] = []
+        super().__init__(self.model)
+        self.recording, self.step, self.folder = recording, step, recording.folder
+        self.weights = weights
+        self.draw = 0
+        self.dropping: dict[str, torch.nn.Dropout] = {}
+        if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
+            self.kernels = gpu_kernels.choose(self.model)
+            evaluated = set.intersection(
+                *(set(one.evaluated) for one in recording.steps[step - 1][0].micro_batches)
+            )
+            self.dropping = draws.dropout_modules(self.model, evaluated)
+            _require_no_tf32(recording, self.model)
+        for name, dropout in self.dropping.items():
+            vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
+        for module in self.model.modules():
+            if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
+                vars(module).update(gradient_checkpointing=False)
+        self.state = tree.state_of(self.model)
+        self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
+        own = Lazy(weights, self._own)
+        units = Streamed(self.model, own, self._again) if streamed else None
+        building.give(self.model, own if units is None else units.outside(self._computed_in))
+        self.filled = {
+            module: {key: one is not None for key, one in module._buffers.items()}
+            for module in self.model.modules()
+        }
+        if exact:
+            make_exact(self.model, _tables(self.model))
+        frozen = set(recording.steps[step - 1][0].frozen)
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in frozen)
+        self.parameters = dict(self.model.named_parameters())
+        self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
+        self.mode = Told()
+        self.widths: dict[int, int] = {}  # of all calls of topk
+        # The dtypes that the run draws random numbers in, by rank and number of a micro batch; those of a pass in the run's dtypes
+        self.drawn: dict[tuple[int, int], dict[int, torch.dtype]] = {}
+        self.head = ""  # of a model that returns its loss alone
+        self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
+
+    def _own(self, name: str) -> torch.Tensor:
+        """A weight as the model has it."""
+        weight = self.weights[name]
+        weight = weight.to(self._computed_in(weight.dtype), copy=True)
+        if self.draw and self.parameters[name].requires_grad:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
+            lower = self.recording.steps[0][0].micro_batches[0].autocast
+            # Autocast rounds what was moved once more.
+            size = torch.finfo(_dtype(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
+            weight = perturbed(weight, generator, size)
+        return (
+            _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
+        )
+
+    def perturb(self, draw: int) -> None:
+        """Give the model weights that are perturbed by one ulp, others with each number of a draw; 0: its own."""
+        self.draw = draw
+        if not self.streamed:  # else they are read when they are needed
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self._own(name))
+
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a weight that the run had in `dtype`. Of a run in float64, the yardstick is in float32: it must be above the run's errors."""
+        if self.exact:
+            return torch.float64
+        cast = self.recording.steps[0][0].micro_batches[0].param_dtype
+        return _dtype(cast) if cast else torch.float32 if self.all_wide else dtype
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        super().keep(name, tensor)
+        if not tensor.is_floating_point():
+            self.indices[name] = tensor
+
+    def _again(self) -> Context:
+        """For a later computation of what is computed next: in the mode, and counted alike."""
+        before = Counter(self.hooks.calls), self.mode.calls, self.mode.draws
+        states = generators()
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            now = self.hooks.calls, self.mode.calls, self.mode.draws
+            self.hooks.calls, self.mode.calls, self.mode.draws = Counter(before[0]), *before[1:]
+            restore_generators(states)
+            TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
+            try:
+                yield
+            finally:
+                TorchFunctionMode.__exit__(self.mode, None, None, None)
+                self.hooks.calls, self.mode.calls, self.mode.draws = now
+
+        return again
+
+    def logits(self, called: Called) -> torch.Tensor | None:
+        """What the model returns for a micro batch that the run need not have seen; None without logits."""
+        # Hooks keep what modules return where gradients are computed.
+        with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
+            _, logits = outputs_of(self._forward(called))
+        return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits
+
+    def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
+        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it.
+
+        The model's buffers and attributes are as they were for `like`.
+        """
+        with contextlib.suppress(Exception), self._precision(called, self._mode(like or called, {})):
+            for name, one in tensors_of(self._forward(called)).items():
+                self.keep(f"forward/{called.number}/returned.{name}", one)
+        return self.modules
+
+    def unlike(self, one: Called, other: Called) -> list[str]:
+        """The buffers, numbers and texts of the model that two micro batches do not have alike. Other attributes may be of the batch before."""
+        mine, theirs = (self.recording.buffers(self.step, called) for called in (one, other))
+        known = [name for name in mine.keys() & theirs.keys() if ":" not in name]
+        buffers = [name for name in known if not torch.equal(mine[name], theirs[name])]
+        here, there = one.about.attributes, other.about.attributes
+        names = [
+            name
+            for name in here.keys() | there.keys()
+            if here.get(name) != there.get(name)
+            and not isinstance(here.get(name, there.get(name)), (dict, list))
+        ]
+        return sorted({name.replace(":", ".").removeprefix(".") for name in (*buffers, *names)})
+
+    def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+        # A pass may change one, such as a mean or a bias of experts
+        self.buffers, self.changed = self.recording.buffers(self.step, called), called.about.attributes
+        kind = Float64 if self.exact else Float32 if self.all_wide else Told
+        if told and self.calls_of_topk is None:
+            mode = self.mode = kind()
+            with self._precision(called, mode), torch.no_grad():
+                self._forward(called)
+            found = {storage(indices): number for number, indices in mode.own.items()}
+            self.calls_of_topk = {
+                module_of(name): found[storage(tensor)]
+                for name, tensor in self.indices.items()
+                if storage(tensor) in found
+            }
+            self.widths = mode.widths
+        calls = self.calls_of_topk or {}
+        chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
+        self.mode = kind(chosen, self.widths)
+        self.mode.drawn = self.drawn.setdefault((called.ranks[0], called.number), {})
+        return self.mode
+
+    def _forward(self, called: Called) -> Any:
+        """What the model returns."""
+        if called.about.left_out:
+            raise UserError(
+                f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
+            )
+        tensors = self._widened(called.tensors)
+        tensors |= {name: _channels_last(tensors[name]) for name in called.about.channels_last}
+        values = {**called.about.plain, **tensors}
+        structure = treespec_loads(called.about.structure)
+        given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
+        signature = inspect.signature(self.model.forward)
+        known = signature.parameters
+        given |= {name: one for name, one in {"use_cache": False, **called.instead}.items() if name in known}
+        self._restore_state()
+        for name, module in self.model.named_modules():
+            module.training = name not in called.about.evaluated
+        self.modules, self.indices = OnDisk(self.folder) if self.streamed else {}, {}
+        self.hooks.begin(called.number)
+        bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
+        if called.random is not None:
+            torch.set_rng_state(called.random)
+        elif self.recording.origin.device == "cpu":
+            # Nothing was drawn: a pass that draws is wrong, and is not to differ from the next one.
+            torch.manual_seed(0)
+        restore_generators(called.about.generators)
+        self.called = called
+        output = self.model(*bound.args, **bound.kwargs, **given)
+        draws.require_called(self.dropping, self.hooks.calls)
+        self.hooks.end()
+        return output
+
+    def _drop(self, name: str, p: float, tensor: torch.Tensor) -> torch.Tensor:
+        """In the place of a dropout module's forward method: leaves out what it left out in the run, as its recorded output shows."""
+        if not self.dropping[name].training:
+            return tensor
+        place = f"forward/{self.called.number}/{self.hooks.next_call(name)}"
+        if place not in self.recording.steps[self.step - 1][self.called.ranks[0]].places:
+            raise draws.dropout_is_active(p, name)
+        with torch._C.DisableTorchFunction():  # where float32 means float64, a file could not be read
+            found, _ = self.recording.whole(self.step, place, self.called.ranks)
+        return tensor * (found != 0) / (1 - p)
+
+    def _restore_state(self) -> None:
+        """Buffers and attributes as they were before the micro batch."""
+        tensors = {name: one for _, own in self.state.values() for name, one in own.items()}
+        building.set_state(self.model, {name: value for name, (value, _) in self.state.items()}, tensors)
+        buffers = self._widened(self.buffers)
+        building.set_state(self.model, self.changed, buffers)
+        for module, filled in self.filled.items():
+            own = module._buffers.items()
+            module._buffers = {key: one if filled[key] else None for key, one in own if key in filled}
+        known = dict(self.model.named_buffers())
+        for name, tensor in buffers.items():
+            if name in known and known[name].shape == tensor.shape:
+                known[name].copy_(tensor)
+            elif ":" not in name:
+                place, _, key = name.rpartition(".")
+                self.model.get_submodule(place)._buffers[key] = tensor.clone()
+
+    def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is no weight and no id is in float64, too, or in float32 if the run computes in float64."""
+        return tensors | {
+            name: one.double() if self.exact else one.float() if self.all_wide else one
+            for name, one in tensors.items()
+            if one.is_floating_point()
+        }
+
+    @contextlib.contextmanager
+    def _precision(self, called: Called, mode: Told) -> Iterator[None]:
+        dtype = called.about.autocast
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mode)
+            if dtype is not None and not self.exact:
+                # Its cache would keep the weights of all units.
+                stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
+            yield
+
+
+def _require_no_tf32(recording: Recording, model: torch.nn.Module) -> None:
+    """Raise UserError for a run in float32 whose GPU computed in TF32, which has 10 bits and no CPU."""
+    micro = recording.steps[0][0].micro_batches[0]
+    single = any(one.dtype == torch.float32 for one in model.parameters())
+    convolves = any(isinstance(one, torch.nn.modules.conv._ConvNd) for one in model.modules())
+    found = [one for one in recording.origin.tf32 if convolves or one != "convolution"]
+    if found and single and micro.autocast is None and micro.param_dtype in (None, "torch.float32"):
+        raise UserError(
+            f"the run's device may have computed {' and '.join(found)} of float32 in TF32, which a CPU cannot, so errors would be too large for float32; "
+            'record a run with torch.backends.fp32_precision = "ieee", or in torch before 2.9 with both allow_tf32 False'
+        )
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    order = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
+    return tensor.contiguous(memory_format=order)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _tables(model: torch.nn.Module) -> list[str]:
+    """Modules without weights but with buffers, such as a rotary table: they stay as they are in the runs."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and not list(module.children()) and not list(module.parameters()) and list(module.buffers())
+    ]

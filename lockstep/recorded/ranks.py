@@ -1,0 +1,396 @@
+"""What is wrong with a recorded step that its ranks show without a reference: in what they must have alike, in clipping, and in their samples."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from lockstep.ground.errors import UserError
+from lockstep.ground.words import and_more
+from lockstep.recorder.called import Called
+from lockstep.recorder.recorded_step import Step
+from lockstep.recorder.recording import Recording
+from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.normalisation import Gradients
+from lockstep.verdict.rows import StepVerdict, Wrong
+
+KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
+NOT_REDUCED = "were not reduced"
+SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
+
+
+class Ranks:
+    """Adds sentences to the verdict. `micro` are the micro batches that count; `streamed`: memory does not hold a whole model."""
+
+    def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
+        self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
+        self.ranks = recording.steps[verdict.step - 1]
+        self.reduced_later = False  # gradients of replicas, by an optimizer itself
+        self.unreduced: Wrong | None = None  # what is said of those that were not reduced
+        self.odd = 0  # a rank that has others than the first
+
+    def agreed(self, kind: str) -> Gradients:
+        """Whole tensors by name; what replicas disagree in is wrong."""
+        found, differ = dict[str, torch.Tensor](), []
+        names = self.recording.names(self.verdict.step, kind)
+        for name in names:
+            tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            if not self.streamed:
+                found[name] = tensor
+            if odd:
+                differ.append((name, odd[0]))
+        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
+            self.reduced_later, differ = True, []
+        if differ:
+            if kind == "gradient":
+                # A norm over gradients that are not reduced makes the others differ, too.
+                differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
+                self.verdict.differ = [one for one, _ in differ]
+            name, self.odd = differ[0]
+            where = and_more([f"{one} on rank {odd}" for one, odd in differ])
+            why = self._why(self.odd, name) if kind == "gradient" else ""
+            said = Wrong(f"{KINDS[kind]} differ between ranks that hold the same: {where}", why)
+            self.verdict.wrong.append(said)
+            self.unreduced = said if NOT_REDUCED in why else self.unreduced
+        if not self.streamed and not self.reduced_later:
+            return found
+        return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))
+
+    def whole(self, step: int, name: str) -> torch.Tensor:
+        """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
+        mean = self.reduced_later and name.startswith("gradient/")
+        return self.recording.whole(step, name, mean=mean)[0]
+
+    def say_of_unreduced(self, said: str, *, instead: bool = False) -> None:
+        """What is known of gradients that were not reduced, to be read after it, or `instead` of it where they were."""
+        if self.unreduced:
+            wrong = self.verdict.wrong
+            place = wrong.index(self.unreduced)
+            what = self.unreduced.what
+            wrong[place] = found = Wrong(what, said if instead else self.unreduced.removeprefix(what) + said)
+            self.unreduced = None if instead else found
+
+    def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
+        """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
+        clips = self.ranks[0].clips
+        by_value = [one for one in clips if one.by_value]
+        if not by_value:
+            return gradients
+        if not clips[-1].by_value:
+            raise UserError(
+                f"the gradient of step {self.verdict.step} was clipped by value and then by a norm, which cannot be judged; clip in one way"
+            )
+        before = self.agreed("unclipped")
+        for name, gradient in before.items():
+            bound = min(one.max_norm for one in by_value if one.has(name))
+            if not torch.equal(gradients[name], gradient.clamp(-bound, bound)):
+                self.verdict.wrong.append(
+                    f"gradient/{name} is not what is left of it when elements are clipped to {bound:.7g}"
+                )
+        self.verdict.notes.append("elements of gradients were clipped: the gradients before are judged")
+        return Lazy(gradients, lambda name: before[name] if name in before else gradients[name])
+
+    def norm_of_steps(self, names: Collection[str]) -> float:
+        """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
+        step = self.verdict.step
+        own, *others = (
+            _norm(self.whole(one, f"gradient/{name}") for name in names)
+            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
+            if set(names) <= set(self.recording.names(one, "gradient"))
+        )
+        return own if any(_same_norm(own, other) for other in others) else 0.0
+
+    def clipped_apart(self) -> list[str]:
+        """Whether what each rank has of the gradient has one norm, as where each clips by the norm of its shards alone."""
+        step = self.verdict.step
+        names = [f"gradient/{name}" for name in self.recording.names(step, "gradient")]
+        whole = _norm(self.whole(step, name) for name in names)
+        norms = [_norm(self.recording.part(rank, step, name) for name in names) for rank in self.ranks]
+        if not all(_same_norm(one, norms[0]) for one in norms) or _same_norm(whole, norms[0]):
+            return []
+        return [
+            f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
+        ]
+
+    def _reduces_itself(self, differ: list[str]) -> bool:
+        """Whether an optimizer makes one update of gradients that differ between replicas.
+
+        Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much. They may
+        also be the same by accident, such as after Adam's first step, which has the signs of the gradient alone: most are by none.
+        """
+        size, apart = 0, []
+        for name in differ:
+            updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
+            size += 0 if odd else updated.numel()
+            apart += [f"{name} on rank {odd[0]}"] if odd else []
+        if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
+            return False
+        if apart:
+            self.verdict.wrong.append(
+                f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
+            )
+        return True
+
+    def _why(self, rank: int, name: str) -> str:
+        """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
+        about, first = self.ranks[rank], self._first_alike(rank, name)
+        numbers = len(first.micro_batches), len(about.micro_batches)
+        if numbers[0] != numbers[1]:
+            return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
+        if self._only_clipped_otherwise(name, rank):
+            clips = zip(
+                *([clip for clip in one.clips if clip.has(name)] for one in (first, about)), strict=False
+            )
+            one, other = next(pair for pair in clips if pair[0].factor != pair[1].factor)
+            if _same_norm(one.norm, other.norm):
+                return f"; they were clipped to different norms, {one.max_norm:.7g} and {other.max_norm:.7g}"
+            return f"; they were clipped by different norms, {one.norm:.7g} and {other.norm:.7g}"
+        own, of_first = (
+            self.recording.part(one, self.verdict.step, f"gradient/{name}") for one in (rank, first.rank)
+        )
+        if own is not None and of_first is not None and own.shape == of_first.shape:
+            same = (own == of_first) & (own != 0)
+            if 2 * int(same.sum()) > int(own.count_nonzero()):
+                return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
+        together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
+        of_one_model = self._shares_a_model(first, about)
+        if of_one_model and not together:
+            return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
+        inside = (
+            ": these have parts of one model, so a sum in the backward pass may be missing" * of_one_model
+        )
+        return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them{inside}"
+
+    def _first_alike(self, rank: int, name: str) -> Step:
+        """The first other rank that holds the same of a gradient."""
+        about, key = self.ranks[rank], f"gradient/{name}"
+        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
+        return next(one for one in (*alike, self.ranks[0]) if one is not about)
+
+    def _only_clipped_otherwise(self, name: str, rank: int) -> bool:
+        """Whether what a rank and the first other one have of a gradient differs by their factors of clipping."""
+        first = self._first_alike(rank, name).rank
+        if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
+            return False
+        before = []
+        for one in (first, rank):
+            part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
+            if part is None:
+                return False
+            before.append(part.double() / self.ranks[one].clipped(name))
+        if before[0].shape != before[1].shape:
+            return False
+        return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
+
+    @staticmethod
+    def _shares_a_model(first: Step, about: Step) -> bool:
+        """Whether two ranks hold different shards, which FSDP2 did not make."""
+        if about.rank in first.data_parallel:
+            return False
+        place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
+        shards = [
+            {name: places for name, places in one.places.items() if name.startswith("weight/")}
+            for one in (first, about)
+        ]
+        return place[0] == place[1] and shards[0] != shards[1]
+
+    def unlike(self, module: str, ranks: list[int]) -> list[str]:
+        """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
+        return [
+            f"{name.replace(':', '.')} of ranks 0 and {rank} differ, "
+            + f"{value} and {self.ranks[rank].attributes[name]}, " * (not isinstance(value, (dict, list)))
+            + "so they compute otherwise"
+            for rank in ranks
+            for name, value in self.ranks[0].attributes.items()
+            if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value
+        ][:1]
+
+    def judge_clips(self) -> None:
+        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
+
+        Of a gradient that was not complete yet, they have other norms for this reason.
+        """
+        if any(one.clipped_early is not None for one in self.ranks.values()):
+            return
+        (first, mine), *others = (
+            (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
+        )
+        for rank, clips in others:
+            for own, other in zip(mine, clips, strict=False):
+                if not _same_norm(own.norm, other.norm):
+                    self.verdict.wrong.append(
+                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
+                    )
+                    return
+            if len(mine) != len(clips):
+                self.verdict.wrong.append(
+                    f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
+                )
+                return
+
+    def judge_unused(self, unused: list[Called]) -> None:
+        first = min(one.number for one in self.micro)
+        later = self.recording.steps[1:]
+        tried = bool(later) and all(one.used for about in later[-1].values() for one in about.micro_batches)
+        before = [one for one in unused if tried and self.verdict.step == 1 and one.number < first]
+        if before:
+            number = len({one.number for one in before})
+            self.verdict.notes.append(
+                f"the first {f'{number} calls of the model count' if number > 1 else 'call of the model counts'} for nothing: "
+                "taken for a trial, as none in the last step does"
+            )
+        for called in unused:
+            if called in before:
+                continue
+            self.verdict.wrong.append(
+                f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
+            )
+
+    def judge_skipped(self) -> None:
+        """A loop may skip a step, but hardly one before each."""
+        skipped = [steps[0].skipped for steps in self.recording.steps]
+        windows = [one.skipped for one in self.ranks.values()]
+        if len(set(windows)) > 1:
+            self.verdict.wrong.insert(
+                0,
+                f"ranks skipped {', '.join(map(str, windows))} steps before this one: each sets gradients to zero, after clipping, for itself",
+            )
+        elif all(skipped):
+            self.verdict.wrong.append(
+                "before each step, gradients are clipped and then set to zero: the micro batches before count for nothing"
+            )
+        elif skipped[self.verdict.step - 1]:
+            self.verdict.notes.append(
+                "gradients were clipped and then set to zero before this step: a step was skipped"
+            )
+
+    def judge_modes(self) -> None:
+        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
+        first, *others = (
+            (f"micro batch {number} of rank {rank}", one.autocast)
+            for rank, about in self.ranks.items()
+            for number, one in enumerate(about.micro_batches)
+        )
+        other = next((one for one in others if one[1] != first[1]), None)
+        if other is not None:
+            how, how_other = (
+                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
+            )
+            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
+        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
+        for number, modes in enumerate(zip(*of_ranks, strict=False)):
+            said = _on_some(modes, ": in evaluation mode on")
+            if said:
+                self.verdict.wrong.append(f"{said} alone (micro batch {number})")
+                return
+
+    def untied(self, weights: Gradients) -> bool:
+        """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
+        model = self.recording.skeleton
+        own, with_tied = (
+            {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
+        )
+        new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
+        apart = next(
+            (rank for rank, one in self.ranks.items() if one.of_model != self.ranks[0].of_model), None
+        )
+        if apart is not None:
+            odd = sorted(self.ranks[apart].of_model ^ self.ranks[0].of_model)[0]
+            raise UserError(
+                f"ranks 0 and {apart} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
+            )
+        if gone or set(new) - with_tied:
+            raise UserError(
+                f"the model has other parameters than when the recording began, such as {(gone + new)[0]}; begin it when the model is complete"
+            )
+        if new:
+            self.verdict.wrong.append(
+                f"{new[0]} is a parameter of its own, though it was tied when the recording began"
+            )
+        return bool(new)
+
+    def frozen_apart(self) -> bool:
+        """Whether a parameter requires a gradient on some ranks alone."""
+        said = _on_some([set(one.frozen) for one in self.ranks.values()])
+        if said:
+            self.verdict.wrong.append(f"gradients are required on some ranks alone: not that of {said} alone")
+        return bool(said)
+
+    def parted(self) -> bool:
+        """Whether ranks that share out what a module returns were called with different micro batches."""
+        for called in self.micro:
+            parted = self.recording.parted(self.verdict.step, called)
+            if parted:
+                name, rank = parted
+                self.verdict.wrong.append(
+                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
+                )
+                return True
+        return False
+
+    def clipped_in_parts(self, gradients: Gradients) -> bool:
+        """Whether the gradient was clipped before it was complete, or only a part of it."""
+        wrong = self.verdict.wrong
+        for rank, about in self.ranks.items():
+            micro, early = len(about.micro_batches), about.clipped_early
+            if early is not None:
+                wrong.append(
+                    f"rank {rank} clipped after micro batch {early - 1} of {micro}: the gradient was not complete"
+                )
+                return True
+            if any(clip.too_late for clip in about.clips):
+                wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
+                return True
+            without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
+            if about.clips and without:
+                wrong.append(
+                    f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
+                )
+                return True
+        return False
+
+    def judge_samples(self) -> None:
+        """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
+        for one, other in itertools.combinations(self.micro, 2):
+            if one.first is not other.first and one.has_same(other.tensors, other.about):
+                self.verdict.wrong.append(
+                    f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
+                )
+                return
+        twice = next((called for called in self.micro if len(called.ranks) > 1), None)
+        if twice is None:
+            return
+        where = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+        )
+        first, *others = twice.ranks
+        if set(others) & set(self.ranks[first].data_parallel):
+            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
+        elif any(
+            place.shape != places[0].full
+            for about in self.ranks.values()
+            for name, places in about.places.items()
+            if name.startswith("weight/")
+            for place in places[1:]
+        ):
+            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+        else:
+            self.verdict.wrong.append(
+                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
+            )
+
+
+def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
+    """Which names are not in the sets of all ranks, and in those of which ranks the first is; "" if all have the same."""
+    differ = sorted(of_ranks[0].union(*of_ranks) - of_ranks[0].intersection(*of_ranks))
+    ranks = ", ".join(str(rank) for rank, own in enumerate(of_ranks) if differ and differ[0] in own)
+    return f"{and_more(differ)}{are} rank {ranks}" if differ else ""
+
+
+def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
+    return math.hypot(*(float(one.norm()) for one in tensors if one is not None))
+
+
+def _same_norm(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SAME_NORM)

@@ -1,0 +1,208 @@
+"""What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.ground.errors import UserError
+from lockstep.recorder.recorded_step import RunStep
+from lockstep.recorder.recording import Recording
+from lockstep.verdict.rows import Wrong
+
+FEW = 0.05  # of the samples, that a data set may hold twice
+AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
+IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
+
+
+@dataclass
+class RunVerdict:
+    steps: int
+    samples: int = 0  # seen by all data-parallel ranks together
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(
+    recordings: list[Recording], *, with_replacement: bool, cut: Sequence[tuple[int, ...]] = ()
+) -> RunVerdict:
+    """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+
+    `cut` are the ranks that have pieces of the same samples.
+
+    Raises UserError if their ranks are not the same.
+    """
+    runs = [recording.whole_run() for recording in recordings]
+    if len({len(run) for run in runs}) > 1:
+        raise UserError("the recordings have different numbers of ranks; judge each by itself")
+    ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
+    verdict = RunVerdict(min(len(steps) for steps in ranks))
+    others = {rank for one in cut for rank in one[1:]}
+    whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
+    samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
+    samples = _data_parallel(samples)
+    _judge_division(verdict, samples, len(cut[0]) if cut else 1)
+    _judge_samples(verdict, samples, with_replacement=with_replacement)
+    _judge_order(verdict, samples)
+    _judge_micro_batches(verdict, ranks[0])
+    _judge_mode(verdict, ranks[0])
+    _judge_rates(verdict, ranks[0], len(ranks))
+    _judge_ranks_rates(verdict, ranks)
+    return verdict
+
+
+def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
+    """Of ranks that see the same samples throughout, the first."""
+    seen: dict[str, list[RunStep]] = {}
+    for steps in ranks:
+        seen.setdefault(str([step.samples for step in steps]), steps)
+    return list(seen.values())
+
+
+def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
+    """The steps of ranks that have pieces of the same samples, as of one that has the whole."""
+    found = []
+    for same in zip(*ranks, strict=False):
+        micro = zip(*(step.samples for step in same), strict=False)
+        samples = [[hash(pieces) for pieces in zip(*one, strict=False)] for one in micro]
+        found.append(same[0].model_copy(update={"samples": samples}))
+    return found
+
+
+def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int) -> None:
+    """A DistributedSampler divides the samples among as many replicas as read different ones.
+
+    Where ranks have `pieces` of samples, each may read its own, and all cut those of each in turn.
+    """
+    found = {number for steps in ranks for step in steps for number in step.replicas}
+    if len(found) == 1 and not found <= {len(ranks), len(ranks) * pieces}:
+        verdict.wrong.append(
+            f"a DistributedSampler divides the samples among {max(found)}, and {len(ranks)} data-parallel ranks read different ones"
+        )
+
+
+def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
+    """No sample is seen again before all have been seen once, but for those that fill the last batch of an epoch."""
+    order = _seen(steps[number] for number in range(verdict.steps) for steps in ranks)
+    verdict.samples = len(order)
+    first: dict[int, int] = {}
+    for place, sample in enumerate(order):
+        first.setdefault(sample, place)
+    if len(first) == len(order) or with_replacement:
+        return
+    last_new = max(first.values())
+    again = last_new + 1 - len(first)  # sights of known samples before that
+    in_a_step = len(order) // max(verdict.steps, 1)
+    if again > max(in_a_step, FEW * len(order)):
+        verdict.wrong.append(
+            f"{again} samples were seen again before others were seen for the first time ({len(first)} different ones in {len(order)}){_who(ranks)}; "
+            "where they are drawn with replacement, say --with-replacement"
+        )
+        return
+    sizes = {size for steps in ranks for step in steps for size in step.data_sets}
+    if len(sizes) == 1 and len(first) + in_a_step < AN_EPOCH * max(sizes):
+        said = f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has"
+        verdict.wrong.append(Wrong(said))
+
+
+def _seen(steps: Iterable[RunStep]) -> list[int]:
+    """The samples of a rank, in order."""
+    return [sample for step in steps for micro in step.samples for sample in _once(micro)]
+
+
+def _once(micro: list[int]) -> Iterable[int]:
+    """The model may be called with each sample of a batch several times, as for two masks of dropout. One alone is no batch of views."""
+    times = Counter(micro)
+    return times if len(times) > 1 and len(set(times.values())) == 1 else micro
+
+
+def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
+    again = 0
+    for steps in ranks:
+        order = _seen(steps[: verdict.steps])
+        epoch = next((place for place in range(1, len(order)) if order[place] == order[0]), len(order))
+        if order[epoch:] != order[: len(order) - epoch]:
+            return
+        again += len({*order[epoch:]})
+    if again < IN_ORDER:
+        return
+    said = "samples come in the same order in each epoch"
+    if any(step.shuffled for steps in ranks for step in steps):
+        verdict.wrong.append(f"{said}, though their sampler shuffles: sampler.set_epoch(epoch) is missing")
+    else:
+        verdict.notes.append(said)
+
+
+def _who(ranks: list[list[RunStep]]) -> str:
+    """Whether ranks share samples before any comes again on a rank itself, to be read after the number."""
+    sets = [_first_epoch(_seen(steps)) for steps in ranks]
+    shared = [
+        (one, other)
+        for one in range(len(sets))
+        for other in range(one + 1, len(sets))
+        if 2 * len(sets[one] & sets[other]) >= min(len(sets[one]), len(sets[other]))
+    ]
+    return f"; data-parallel ranks {shared[0][0]} and {shared[0][1]} saw the same ones" if shared else ""
+
+
+def _first_epoch(samples: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for sample in samples:
+        if sample in found:
+            break
+        found.add(sample)
+    return found
+
+
+def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep]) -> None:
+    numbers = [len(step.samples) for step in steps]
+    usual = Counter(numbers).most_common(1)[0][0] if numbers else 0
+    odd = next((place for place, number in enumerate(numbers, 1) if number != usual), None)
+    if odd is not None:
+        verdict.notes.append(
+            f"step {odd} has {numbers[odd - 1]} micro batches, others {usual}: record up to it (--steps {odd}) to see how they count"
+        )
+
+
+def _judge_mode(verdict: RunVerdict, steps: list[RunStep]) -> None:
+    """A loop that evaluates must turn training mode on again."""
+    after = next((number for number, step in enumerate(steps, 1) if step.evaluated), None)
+    if after is not None:
+        verdict.wrong.append(
+            f"after step {after} the model is trained in evaluation mode: model.train() is missing"
+        )
+
+
+def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
+    stepped = Counter((by, times) for step in steps for by, times in step.scheduled.items())
+    rates = [max(step.rates, default=0.0) for step in steps]
+    zeros = next((number for number, rate in enumerate(reversed(rates)) if rate != 0), 0)
+    several = [(by, times) for (by, times), count in stepped.items() if times > 1 and 2 * count > len(steps)]
+    how = ""
+    if several:
+        by, times = several[0]
+        known = {"the number of processes": world, "the number of micro batches": len(steps[0].samples)}
+        names = [name for name, number in known.items() if number == times]
+        of_world = f", {' or '.join(names)}" if names else ""
+        how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}{f', by {by}' if ' and ' in by else ''}"
+        if by == "accelerate":  # by design, for a schedule that counts the batches of one process
+            verdict.notes.append(f"{how}, by Accelerate: it must have been made for as many steps")
+        else:
+            verdict.wrong.append(how)
+    if zeros > 1:
+        verdict.wrong.append(
+            f"the learning rate is 0 in the last {zeros} of {len(steps)} steps{f'; {how}' if how else ''}"
+        )
+
+
+def _judge_ranks_rates(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Each rank has all groups of parameters, though with ZeRO only its share of their elements."""
+    for number, (first, *others) in enumerate(zip(*ranks, strict=False), 1):
+        for rank, step in enumerate(others, 1):
+            groups = zip(step.rates, first.rates, strict=True) if len(step.rates) == len(first.rates) else ()
+            other = next((pair for pair in groups if pair[0] != pair[1]), None)
+            if other is not None:
+                verdict.wrong.append(
+                    f"step {number}: the learning rate is {other[0]:.6g} on rank {rank} and {other[1]:.6g} on rank 0"
+                )
+                return

@@ -1,0 +1,406 @@
+"""Judge a recorded run: the recorded model in float64, by one process, on the micro batches that the run saw.
+
+The gradient of a step is compared with what its micro batches give (lockstep/verdict/normalisation.py), tensor by tensor. The yardstick
+of a tensor is one process in the run's own dtype on the same micro batches. The update is compared with the same optimizer's step in
+float64 from the gradients that the run had.
+"""
+
+import contextlib
+import functools
+import math
+import statistics
+
+import torch
+
+from lockstep.ground.errors import UserError
+from lockstep.ground.words import and_more
+from lockstep.plan.resources import free_bytes
+from lockstep.recorded import redrawn, update
+from lockstep.recorded.free import Free, columns_of
+from lockstep.recorded.own_loss import Loss
+from lockstep.recorded.ranks import Ranks
+from lockstep.recorded.weights import Weighed, shares_of
+from lockstep.recorder.called import LOG_PROBS
+from lockstep.recorder.recording import Recording
+from lockstep.verdict import draws, normalisation
+from lockstep.verdict.alone import sentence
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.normalisation import Gradients, Sum
+from lockstep.verdict.rows import StepVerdict, Wrong, described, judged
+
+# Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
+ROUNDED = 4
+ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
+KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
+
+
+def judge(
+    recording: Recording,
+    step: int,
+    expect: str | None = None,
+    loss: Loss | None = None,
+    memory: float | None = None,
+) -> StepVerdict:
+    """The verdict on a recorded step. `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own.
+
+    A model whose weights, in float64 and in the run's dtype, take more than a quarter of `memory` (bytes; default: half of what is free) is computed
+    unit by unit. Raises UserError for a model that cannot be computed again.
+    """
+    memory = free_bytes() / 2 if memory is None else memory
+    streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
+    verdict = _Step(recording, step, loss, streamed).judge(expect)
+    if redrawn.may_be_chance(verdict):
+        with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
+            verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+    return verdict
+
+
+def _bytes_of_weights(recording: Recording) -> int:
+    """In float64 and as the model has them."""
+    return sum(one.numel() * (8 + one.itemsize) for one in recording.skeleton.parameters())
+
+
+def _unusable(gradients: Gradients) -> str:
+    """Why nothing can be said of what these gradients are made of, in a sentence; "" if it can."""
+    broken = next((name for name, tensor in gradients.items() if not tensor.isfinite().all()), None)
+    if broken is not None:
+        return f"the gradient of {broken} is not finite"
+    return "" if any(map(torch.any, gradients.values())) else "no parameter has a gradient other than zero"
+
+
+class _Step:
+    def __init__(
+        self, recording: Recording, step: int, loss: Loss | None, streamed: bool, *, redraws: bool = False
+    ):
+        self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
+        self.streamed = streamed  # memory has one unit of the model at a time
+        self.redraws = redraws  # the yardstick is the farthest of several draws
+        called = recording.micro_batches(step)
+        self.unused = [one for one in called if not one.about.used]
+        used = [one for one in called if one.about.used]
+        pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
+        number = len({id(one.first) for one in used})
+        self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
+        wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
+        cut = (of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False))
+        self.verdict.cut = list(dict.fromkeys(cut))
+        # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
+        self.micro = [one for one in used if not one.is_zero] or used
+        self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
+        dtypes = {one.dtype for one in recording.skeleton.parameters()}
+        for one in self.micro:
+            draws.require_known(one, self.ranks[0].data_parallel, dtypes)
+        self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
+        self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
+        self.alone_in_loss: list[str] = []  # parameters
+
+    def judge(self, expect: str | None) -> StepVerdict:
+        verdict, ranks = self.verdict, self.of_ranks
+        weights, gradients = ranks.agreed("weight"), ranks.agreed("gradient")
+        odd = next((name for name, weight in weights.items() if weight.is_complex()), None)
+        if odd is not None:
+            raise UserError(
+                f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
+            )
+        if self.ranks[0].hooked:
+            verdict.notes.append(
+                f"a forward hook changes what {and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
+                "if that is meant, let the module's forward method do it"
+            )
+        ranks.judge_clips()
+        self.gradients = ranks.before_clipping_by_value(gradients)
+        verdict.lowered = sorted(self._lowered())
+        problem = _unusable(self.gradients)
+        copies = sum(one.strangers for one in self.ranks[0].optimizers)
+        if problem and copies:
+            raise UserError(
+                f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
+                "record a run whose optimizer holds the model's parameters"
+            )
+        if problem and all(one.is_zero for one in self.micro):
+            verdict.nothing = True
+            verdict.leave(
+                f"step {verdict.step} is not judged: nothing but zeros arrives at what the model returned"
+            )
+            return verdict
+        if problem:
+            verdict.wrong.append(Wrong(problem))
+            return verdict
+        ranks.judge_unused(self.unused)
+        ranks.judge_skipped()
+        ranks.judge_modes()
+        if (
+            ranks.untied(weights)
+            or ranks.frozen_apart()
+            or ranks.clipped_in_parts(gradients)
+            or ranks.parted()
+        ):
+            return verdict
+        nominal, place = self._judge_free(weights, expect)
+        missing = self._missing(weights)
+        for one in (*self.free.exact, *self.free.near):
+            one.gradients = {}  # they take the most room
+        self._judge_alone(nominal, place)
+        verdict.wrong += self.of_norm + missing
+        update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
+        self._say_unseen()
+        return verdict
+
+    def _say_unseen(self) -> None:
+        """Which parts of the gradient, and which tensors, are not judged."""
+        beside = {name for one in self.micro for name in one.beside}
+        if beside and self.loss is None:
+            self.verdict.leave(
+                f"the part of the gradient of {and_more(sorted(beside))} that the loop's own loss gives it by itself is not judged"
+            )
+        if self.alone_in_loss:
+            self.verdict.leave(
+                f"the gradient of {and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+            )
+        if self.ranks[0].of_others:
+            self.verdict.leave(
+                f"tensors of other models, whose optimizers step, too, are not judged: {self.ranks[0].of_others}"
+            )
+
+    def _judge_free(self, weights: Gradients, expect: str | None) -> tuple[torch.Tensor | None, int]:
+        """The whole computation, from the batch to the gradients.
+
+        Returns (the weights that the losses of the micro batches should have in the gradient, None if they are not known; how many sentences say
+        what is wrong in modules).
+        """
+        verdict = self.verdict
+        self.free = Free(
+            self.recording,
+            verdict,
+            self.micro,
+            weights,
+            self.loss,
+            streamed=self.streamed,
+            redraws=self.redraws,
+        )
+        modules_wrong = self.free.judge(self.of_ranks)
+        after_modules = len(verdict.wrong)
+        beside = self._leave_loss_out()
+        self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
+        columns = columns_of(self.free.exact)
+        made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
+        fitted = normalisation.fit(self.gradients, columns, self.clipped)
+        yardstick = Sum(self.gradients, columns_of(self.free.near), fitted.weights, self.clipped)
+        self.of_ranks.judge_samples()
+        self.free.judge_losses()
+        weights_of, nominal = fitted.weights, None
+        if not modules_wrong:  # what follows from them says nothing of the loop
+            again = normalisation.fit(yardstick, columns, self.clipped, like=fitted)
+            numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
+            elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
+            norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
+            weighed = Weighed(
+                verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
+            )
+            weights_of = weighed.judge(fitted, again, expect)
+            if weighed.of_some:
+                yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
+            self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            terms = fitted.weights[len(self.micro) :]
+            means = self._means_of_ranks()
+            if any(self._are_right(means, torch.cat([known, terms])) for known in weighed.known if means):
+                # No rank is the one to blame
+                self.of_ranks.say_of_unreduced(": each rank has its own, and their mean is right")
+            elif self.of_ranks.unreduced:
+                self._count_on_odd_rank(columns, fitted.weights, weighed)
+        right = made_of(weights_of)
+        rows = judged(
+            verdict.step, self.gradients, right, yardstick, self.verdict.precision, kind="gradient/"
+        )
+        verdict.rows += rows
+        self._judge_kept_gradient(rows)
+        if nominal is not None:
+            self._count_in_worst(rows, columns, weighed, nominal)
+        wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
+        if wrong and not modules_wrong:
+            self._judge_rounding(after_modules)
+        if 2 * sum(row.too_far for row in rows) > len(rows):
+            verdict.wrong[after_modules:after_modules] = self.of_ranks.clipped_apart()
+        return nominal, after_modules
+
+    def _count_in_worst(
+        self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed, nominal: torch.Tensor
+    ) -> None:
+        """Measures how much each micro batch counts in the gradient that is farthest off, where most are right."""
+        worst = max(rows, key=lambda row: row.multiple)
+        name = worst.name.removeprefix("gradient/")
+        if not worst.too_far or self.gradients[name].numel() < ENOUGH * len(columns):
+            return
+        alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
+        counts = alone.weights[: len(self.micro)] / nominal
+        if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
+            self.counted = f"; in this gradient, {weighed.counts(alone.weights)}"
+
+    def _count_on_odd_rank(self, columns: list[Gradients], of_first: torch.Tensor, weighed: Weighed) -> None:
+        """Measures how much each micro batch counts in gradients that were not reduced, where another rank than the first has its own."""
+        odd, number = self.of_ranks.odd, len(self.micro)
+        own = {
+            name: part
+            for name in self.verdict.differ
+            if name in self.gradients
+            and (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
+            and part.shape == self.gradients[name].shape
+        }
+        if sum(one.numel() for one in own.values()) < ENOUGH * len(columns):
+            return
+        found = normalisation.fit(own, columns, {name: self.ranks[odd].clipped(name) for name in own})
+        if not found.typical <= self.verdict.tolerated_weights:
+            return
+        least = self.verdict.tolerated_weights * float(of_first[:number].norm())
+        if float(found.weights[:number].norm()) <= least and any(one.any() for one in own.values()):
+            return  # they are those of further terms alone
+        times = found.weights[:number] / of_first[:number]
+        if float((times - times[0]).abs().max()) <= self.verdict.tolerated_weights * float(times[0].abs()):
+            why = f"; those of rank {odd} are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
+            self.of_ranks.say_of_unreduced(why, instead=True)
+        else:
+            self.of_ranks.say_of_unreduced(f"; on rank {odd}, {weighed.counts(found.weights)}")
+
+    def _means_of_ranks(self) -> dict[str, torch.Tensor]:
+        """Of the gradients that were not reduced, unless they were clipped since."""
+        if not self.of_ranks.unreduced or self.ranks[0].clips:
+            return {}
+        step = self.verdict.step
+        return {
+            name: self.recording.whole(step, f"gradient/{name}", mean=True)[0] for name in self.verdict.differ
+        }
+
+    def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
+        """Whether these are the gradients for `weights` of the micro batches' losses."""
+        right, near = (Sum(means, columns_of(of), weights) for of in (self.free.exact, self.free.near))
+        rows = judged(self.verdict.step, means, right, near, self.verdict.precision, kind="gradient/")
+        return not any(row.too_far for row in rows)
+
+    def _leave_loss_out(self) -> dict[str, float]:
+        """Leave out the parameters that the loop's loss alone depends on, such as the weights of its terms; returns the norms of their gradients."""
+        if any(one.loss is not None for one in self.free.exact):
+            return {}
+        used = {name for one in self.free.exact for name in one.gradients}
+        every, alone = self.gradients, [name for name in self.gradients if name not in used]
+        if not used or not alone:
+            return {}
+        self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
+        self.alone_in_loss = [name for name in alone if every[name].any()]
+        return {name: float(every[name].double().norm()) for name in alone}
+
+    def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
+        if any(math.isnan(one.arrived) for one in self.free.exact):
+            self.verdict.notes.append(
+                "modules are not judged by themselves: what arrived at the loss is not known"
+            )
+            self._say_gradients()
+            return
+        for called, right, near in zip(self.micro, self.free.exact, self.free.near, strict=True):
+            self.free.alone.add(called, *self.free.recorded(called), right, near)
+        # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
+        known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
+        rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped)
+        self.verdict.alone = rows
+        self._say_gradients()
+        first = next((row for row in rows if row.too_far), None)
+        if first is not None:
+            place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
+            self.verdict.wrong.insert(place, Wrong(sentence(rows)))
+
+    def _lowered(self) -> set[str]:
+        """The dtypes other than float32 and float64 that the step was computed in."""
+        micro = self.micro[0].about
+        found = {micro.autocast, micro.param_dtype, *(str(one.dtype) for one in self.gradients.values())}
+        return {one for one in found if one is not None} - {"torch.float32", "torch.float64"}
+
+    def _missing(self, weights: Gradients) -> list[str]:
+        """What has a gradient in the reference has one on every rank that holds it."""
+        found = []
+        beside = {*self.ranks[0].frozen, *self.alone_in_loss}
+        unused = sorted(weights.keys() - self.gradients.keys() - beside)
+        if unused:
+            self.verdict.notes.append(
+                f"nothing that was trained depends on {and_more(unused)}: without a gradient"
+            )
+        for name in weights:
+            holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
+            without = [
+                rank
+                for rank, about in self.ranks.items()
+                if f"weight/{name}" in about.places
+                and f"gradient/{name}" not in about.places
+                and (rank in holders or name in about.frozen)
+            ]
+            if not without:
+                continue
+            if any(bool(one.gradients[name].any()) for one in self.free.exact if name in one.gradients):
+                found.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
+            elif name in self.recording.names(self.verdict.step, "gradient"):
+                found.append(
+                    f"{name} has a gradient, of zeros, on some ranks, and none on rank {without[0]}: its optimizer does not step it"
+                )
+        return found
+
+    def _judge_kept_gradient(self, rows: list[Judgement]) -> None:
+        """Whether what is too much in the gradients that are too far is that of the step before."""
+        last = self.verdict.step - 1
+        wrong = [row.name.removeprefix("gradient/") for row in rows if row.too_far]
+        if last == 0 or not wrong or not set(wrong) <= set(self.recording.names(last, "gradient")):
+            return
+        own = Lazy(wrong, lambda name: self.gradients[name])
+        kept = Lazy(wrong, lambda name: self.of_ranks.whole(last, f"gradient/{name}"))
+        columns = columns_of(self.free.exact)
+        without, with_it = (
+            normalisation.fit(own, some, self.clipped) for some in (columns, [*columns, kept])
+        )
+        if with_it.typical < KEPT * without.typical:
+            alone = normalisation.fit(own, [kept])
+            late = alone.typical < KEPT * without.typical
+            times = float((alone if late else with_it).weights[-1])
+            of_some = f" of {and_more(wrong)}" if len(wrong) < len(rows) else ""
+            self.verdict.wrong.insert(
+                0,
+                f"the gradient{of_some} is {times:.4g} times that of step {last}, and has nothing of its own micro batches: it comes one step late"
+                if late
+                else f"the gradient{of_some} has {times:.4g} times that of step {last} in it: it was not set to zero",
+            )
+
+    def _judge_rounding(self, place: int) -> None:
+        """Whether what is wrong with a gradient is that it was rounded to 16 bits after the backward pass."""
+        if self.verdict.lowered:
+            return
+        # The median: a gradient that all but cancels is farther off, and 16 bits have no smaller number for it
+        rows = [one for one in self.verdict.rows if one.kind == "gradient" and one.too_far]
+        off = statistics.median(one.distance.relative for one in rows) if rows else math.inf
+        # Clipping comes after it
+        before = Lazy(self.gradients, lambda name: self.gradients[name] / self.clipped[name])
+        for dtype in (torch.bfloat16, torch.float16):
+            near = off <= ROUNDED * torch.finfo(dtype).eps  # signs, too, are numbers of 16 bits
+            if near and all(one.allclose(one.to(dtype).to(one.dtype), 3e-7, 0) for one in before.values()):
+                self.verdict.wrong.insert(
+                    place,
+                    f"all elements of the gradient are numbers of {dtype}, though it is computed in float32: it was rounded after the backward pass, "
+                    "as where its reduction is in 16 bits",
+                )
+                return
+
+    def _say_gradients(self) -> None:
+        """Says which gradients are too far from the sum of the micro batches'."""
+        rows = [row for row in self.verdict.rows if row.kind == "gradient"]
+        wrong = [row for row in rows if row.too_far]
+        if wrong:
+            worst = max(wrong, key=lambda row: row.multiple)
+            others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
+            also = f"; also {and_more(others)}" if 0 < len(others) <= 2 else ""
+            name = worst.name.removeprefix("gradient/")
+            hook = "; register_hook has put a hook on it" * (name in self.ranks[0].hooked_parameters)
+            are, first = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
+            alone = next((row for row in self.verdict.alone if row.name == worst.name), None)
+            said = described(worst, alone)
+            self.verdict.wrong.append(
+                Wrong(
+                    f"{len(wrong)} of {len(rows)} gradients {are} too far from the reference, {first}{name}: {said}{hook}{self.counted}{also}"
+                )
+            )

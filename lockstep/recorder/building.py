@@ -1,0 +1,188 @@
+"""A model that is built again of the tree that lockstep/recorder/tree.py made of it."""
+
+import collections
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from lockstep.ground import user_file
+from lockstep.ground.errors import UserError
+from lockstep.recorder.script import Definitions, Script
+from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
+
+
+@functools.cache  # a script may register what cannot be registered twice
+def _definitions(path: str, source: bytes, about: str) -> Definitions:
+    return Definitions(Script(Path(path), source), **json.loads(about))
+
+
+def _enlist(module: torch.nn.Module) -> None:
+    """Do what the constructor of a model of transformers does beside the model: say which outputs of its modules it may be asked for."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None and hasattr(module, "_can_record_outputs"):
+        capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+class Building:
+    def __init__(self, tensors: dict[str, torch.Tensor], scripts: TREE):
+        self.tensors, self.scripts = tensors, scripts
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.objects: dict[int, object] = {}
+        self.packages = {*PACKAGES, *map(package_of, scripts)}
+
+    def module(self, tree: TREE, name: str) -> torch.nn.Module:
+        kind = self.find(tree["class"])
+        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+            raise ValueError(f"{tree['class']} is no torch.nn.Module")
+        self.packages.add(package_of(tree["class"]))
+        module = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        self.modules[name] = module
+        for key, about in tree["parameters"].items():
+            module._parameters[key] = None if about is None else self.parameter(about)
+        for key, about in tree["buffers"].items():
+            module._buffers[key] = None if about is None else self.tensors[f"buffer/{about['is']}"]
+        for key, child in tree["children"].items():
+            inner_name = f"{name}.{key}" if name else key
+            module._modules[key] = None if child is None else self.module(child, inner_name)
+        return module
+
+    def parameter(self, about: TREE) -> torch.nn.Parameter:
+        name = about["is"]
+        if name not in self.parameters:
+            empty = torch.empty(
+                about["shape"], dtype=getattr(torch, about["dtype"].removeprefix("torch.")), device="meta"
+            )
+            self.parameters[name] = torch.nn.Parameter(empty, requires_grad=about["requires_grad"])
+        return self.parameters[name]
+
+    def fill(self, tree: TREE, name: str) -> None:
+        """Attributes, once all modules are there."""
+        module = self.modules[name]
+        for key, value in tree["attributes"].items():
+            module.__dict__[key] = self.value(value)
+        _enlist(module)
+        if "parametrizations" in tree["children"]:
+            parametrize._inject_new_class(module)
+            for key in tree["children"]["parametrizations"]["children"]:
+                parametrize._inject_property(module, key)
+        for key, child in tree["children"].items():
+            if child is not None:
+                self.fill(child, f"{name}.{key}" if name else key)
+
+    def find(self, name: str) -> Any:
+        """What `name_of` names."""
+        module, _, path = name.partition(":")
+        if not module.endswith(".py"):
+            return attribute_of(importlib.import_module(module), path)
+        about = self.scripts.get(module, {"package": None, "values": {}})
+        if not Path(module).is_file():
+            raise ImportError(f"the script {module} is not there")
+        return _definitions(module, Path(module).read_bytes(), json.dumps(about)).find(path, self.value)
+
+    def named(self, name: str) -> Any:
+        """A function or class of torch, or of a package that the model's own classes are of."""
+        if package_of(name) not in self.packages:
+            raise ValueError(f"{name} is of no package that the model's classes are of")
+        return self.find(name)
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.value(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        [(kind, inside), *_] = value.items()
+        if kind in SEQUENCES:
+            return SEQUENCES[kind]([self.value(one) for one in inside])
+        match kind:
+            case "float":
+                return float(inside)
+            case "dict":
+                return {self.value(key): self.value(one) for key, one in inside}
+            case "defaultdict":
+                return collections.defaultdict(*map(self.value, inside))
+            case "id":
+                return id(self.parameters.get(inside))
+            case "dtype":
+                return getattr(torch, inside)
+            case "device":
+                return torch.device("cpu")
+            case "tensor":
+                return self.parameters.get(inside, self.tensors.get(f"buffer/{inside}"))
+            case "attribute":
+                return self.tensors[f"attribute/{inside}"]
+            case "module":
+                return self.modules[inside]
+            case "enum":
+                return self.named(inside)[value["name"]]
+            case "partial":
+                function, arguments, options = map(self.value, inside)
+                return functools.partial(function, *arguments, **options)
+            case "method":
+                return getattr(self.value(inside[0]), inside[1])
+            case "named":
+                return self.named(inside)
+            case "same":
+                return self.objects[inside]
+            case "object":
+                return self.object(value)
+        raise ValueError(f"{kind} is no kind of value")
+
+    def object(self, about: TREE) -> object:
+        kind = self.named(about["object"])
+        made = self.objects[about["number"]] = kind.__new__(kind)
+        for key, value in about["attributes"].items():
+            made.__dict__[key] = self.value(value)
+        return made
+
+
+def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The model again: its parameters are on the meta device, its buffers are those of `tensors`.
+
+    Raises UserError for a class or an attribute that is not there any more.
+    """
+    if tree["hooks"]:
+        raise UserError(
+            f"the weight that the hook {tree['hooks'][0]} computes before each call cannot be computed again; use torch.nn.utils.parametrizations"
+        )
+    building = Building(tensors, tree["scripts"])
+    user_file.search(Path(tree.get("path", ".")))
+    # No mode sees what a scripted function casts; but torch's own formulas for forward-mode derivatives are scripted when they are loaded.
+    torch.autograd.forward_ad._maybe_load_decompositions()
+    torch.jit._state.disable()
+    try:
+        model = building.module(tree, "")
+        building.fill(tree, "")
+    except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
+        ) from error
+    return model.train()
+
+
+def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Values as in `state_of`, of copies of the tensors that are in them."""
+    modules = dict(model.named_modules())
+    building = Building({f"attribute/{name}": one.clone() for name, one in tensors.items()}, {})
+    for name, value in values.items():
+        module, _, key = name.rpartition(":")
+        if module in modules:
+            modules[module].__dict__[key] = building.value(value)
+
+
+def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
+    for name, parameter in model.named_parameters():
+        whole = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, whole)
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module._init_flat_weights()

@@ -1,0 +1,66 @@
+"""What a model returns: the loss, the logits, and any other tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.recorder import tree, wrapped
+
+
+def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(loss, logits) of what a model returns: a scalar, logits, a tuple, or an object or dict with `loss` and `logits`."""
+    if isinstance(output, (torch.Tensor, tuple, list)):
+        tensors = [one for one in _as_tuple(output) if isinstance(one, torch.Tensor)]
+        scalars = [one for one in tensors if one.ndim == 0]
+        further = [one for one in tensors if one.ndim > (1 if len(tensors) > 1 else 0)]
+        return next(iter(scalars), None), next(iter(further), None)
+    found = _fields(output)
+    return found.get("loss"), found.get("logits")
+
+
+def tensors_of(output: Any) -> dict[str, torch.Tensor]:
+    """The numbers that a model returns, by their fields and their places in tuples, such as hidden_states.1."""
+    found: dict[str, torch.Tensor] = {}
+    mapped(output, lambda name, tensor: found.setdefault(name, tensor))
+    return found
+
+
+def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], name: str = "") -> Any:
+    """What a model returns, with `change(name, tensor)` in the place of each of `tensors_of`; lists, dicts and objects are changed in place."""
+    if isinstance(output, torch.Tensor):
+        counts = output.requires_grad or output.is_floating_point()
+        return change(name or "0", output) if counts else output
+    inside = f"{name}." if name else ""
+    if isinstance(output, (tuple, list)):
+        each = [mapped(one, change, f"{inside}{place}") for place, one in enumerate(output)]
+        if type(output) is list:  # which others may hold, too
+            output[:] = each
+            return output
+        return type(output)(*each) if hasattr(output, "_fields") else type(output)(each)
+    if isinstance(output, dict) or not name:  # of other objects, those alone that the model itself returns
+        fields = _fields(output)
+        for key, value in list(fields.items()):
+            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+                fields[key] = mapped(value, change, f"{inside}{key}")
+    return output
+
+
+def map_left(model: torch.nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """The same with what a forward pass has left in its modules, such as a router's loss that the loop adds; a name is MODULE:ATTRIBUTE."""
+
+    def made(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.grad_fn is None else change(name, tensor)
+
+    for name, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key not in tree.OWN and type(value) in (torch.Tensor, tuple, list, dict):
+                vars(module)[key] = mapped(value, made, f"{wrapped.clean(name)}:{key}")
+
+
+def _as_tuple(output: Any) -> tuple:
+    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
+
+
+def _fields(output: Any) -> dict[str, Any]:
+    return output if isinstance(output, dict) else getattr(output, "__dict__", {})

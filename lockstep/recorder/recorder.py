@@ -1,0 +1,343 @@
+"""Record what any training loop computes in its first steps, by hooks of torch alone.
+
+    RUN/model.json                       the module tree (lockstep/recorder/tree.py), and how the run was made, by rank 0
+    RUN/model.safetensors                its buffers, and attributes that are tensors
+    RUN/rank_R/step_S.json               what rank R computed in step S: micro batches, optimizers, clipping, losses
+    RUN/rank_R/run_N.json                what is kept of all steps (lockstep/recorder/whole_run.py)
+    RUN/rank_R/step_S.safetensors        and its tensors; the shards as they are, each with its place in the whole
+
+        batch/M/KEYWORD                  what the model was called with in micro batch M
+        forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
+        backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
+        beside/M/NAME                    the part of a parameter's gradient that the loop's own loss gives it, not by way of what the model returns
+        forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
+        buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
+        random/M                         the state of torch's generator then, if the model drew from it; those of Python and numpy are in the JSON
+        weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
+        state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
+
+What a step begins with is not written again where it is, by its hash, what the step before ended with.
+
+A step ends with the optimizer's. All ranks write for themselves; nothing is gathered, and nothing is communicated.
+"""
+
+import contextlib
+import functools
+import inspect
+import shutil
+import weakref
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_dumps
+
+from lockstep.ground.errors import UserError
+from lockstep.inputs.model import being_recomputed
+from lockstep.recorder import deepspeed_engine, parallelism, patches, tree, wrapped
+from lockstep.recorder.kept import digest_of, generators, is_channels_last
+from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
+from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
+from lockstep.recorder.optimizers import PLAIN
+from lockstep.recorder.step import harmless
+from lockstep.recorder.updates import Updates
+from lockstep.recorder.whole_run import Loaders, WholeRun
+
+STEPS = 2
+EVERY_MODULE = "*"
+NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
+
+
+class Recorder(Updates):
+    """Hooks on one rank's model. After the last step that is recorded, only the samples of each call are hashed.
+
+    `model` is the model itself or one that is wrapped already: by DDP, FSDP2, torch.compile. `modules` is a pattern of the names of
+    modules whose outputs are recorded, such as "model.layers.0*". Raises UserError for FSDP1, whose flat
+    parameters have no names, and for a model that cannot be built again.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        folder: Path,
+        steps: int = STEPS,
+        modules: str = EVERY_MODULE,
+        loaders: Loaders | None = None,
+    ):
+        super().__init__(model, folder, steps, modules)
+        self.whole_run = WholeRun(lambda: self._rank_folder, self._is_of_another_model, loaders)
+        call = Hook(self._see_call)
+        self.always += [
+            self.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True).remove,
+            self.model.register_forward_hook(Hook(self._see_output)).remove,
+            self.whole_run.close,
+        ]
+        # Wrappers may turn autocast on inside of the model's call only.
+        leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
+        self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
+        self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
+        self.removing.append(patches.see_asking())
+        self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
+        shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
+
+    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
+        self.scale = scaler.get_scale()  # 1 if it is not enabled
+
+    def _counts(self, number: int) -> bool:
+        """Whether what arrives now in a micro batch counts: what torch.autograd.grad asked for does, unless a backward pass comes, too."""
+        about = self.micro[number]
+        if patches.ASKED:
+            # The gradient of what the model is called with is for a later batch, as of an attack, unless it is differentiated in turn.
+            of_batch = not torch.is_grad_enabled() and all(map(self._was_given, patches.ASKED[-1]))
+            about["elsewhere"] |= of_batch and not about["reached"]
+            about["asked"] = not of_batch and (about["asked"] or not about["used"])
+            return about["asked"]
+        about["reached"] = True
+        if about["asked"]:
+            self.kept.forget(f"backward/{number}/")
+            about.update(asked=False, scalars={})
+        return True
+
+    def _was_given(self, one: Any) -> bool:
+        own = self.given.get(id(one))
+        return own is not None and own() is one
+
+    @harmless
+    def _see_module(self, name: str, tensor: torch.Tensor) -> None:
+        which, number, _ = name.split("/", 2)
+        if which == "forward" or self._counts(int(number)):
+            self.kept.keep_shard(name, tensor, added=True)
+
+    @torch.compiler.disable
+    @harmless
+    def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
+        if being_recomputed():
+            return
+        if not (self.model.training and torch.is_grad_enabled()):
+            if self.optimizers and not self.updating:  # an evaluation: the step before it is over
+                self._write()
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.give_up(
+                "the model is called inside of torch.func, such as vmap, where tensors have no values yet"
+            )
+            return
+        if self.removing and not self.micro:
+            parallelism.require_no_pipeline()
+        given = self._given(arguments, options)
+        noted = dict(NOTED)
+        NOTED.clear()
+        if not self.updating:  # else a closure is called again
+            self.whole_run.see_call(given)
+        if not self.removing:
+            return
+        if not self.watches_engine:
+            self.watches_engine = deepspeed_engine.watch(self)
+        if self.updating:
+            return
+        if self.optimizers:  # the step before is over: all its optimizers have stepped
+            self._write()
+            if not self.removing:
+                return
+        if self.given_up_on:
+            self.skipped += 1
+            self._begin()
+        if self.hooks is None:  # only now: those that wrap a module have their hooks before these
+            self.hooks = ModuleHooks(self.model, self.modules, self._see_module, changed=self.hooked)
+            self.removing.append(self.hooks.remove)
+        self.scale = 1.0  # until a GradScaler scales its loss
+        self._begin_micro_batch(given, noted)
+
+    def _begin_micro_batch(self, given: dict[str, Any], noted: dict[str, Any]) -> None:
+        """`given` is what the model is called with, `noted` what the loop has said beside it."""
+        assert self.hooks is not None
+        number = len(self.micro)
+        if number == 0:
+            own = wrapped.named_parameters(self.model)
+            self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
+        state = tree.state_of(self.model).items()
+        changed = {name: one for name, one in state if self.attributes.get(name) != one[0]}
+        of_state = [pair for _, tensors in changed.values() for pair in tensors.items()]
+        for name, buffer in [*self.model.named_buffers(), *of_state]:
+            last, self.buffers[name] = self.buffers.get(name), digest_of(buffer)
+            if last != self.buffers[name]:
+                self.kept.keep_shard(f"buffer/{number}/{wrapped.clean(name)}", buffer)
+        self.hooks.begin(number)
+        about: dict[str, Any] = {
+            "tensors": [],
+            "plain": {},
+            "left_out": [],
+            "together": number > 0
+            and not self.micro[-1]["used"],  # called before the last one was trained on
+            "asked": False,  # whether what arrived was asked for by torch.autograd.grad alone
+            "used": False,  # whether a gradient arrives at what the model returns
+            "reached": False,  # by a backward pass
+            "elsewhere": False,  # in the loss of another model, such as a discriminator's
+            "differentiated": False,  # whether the loop has a gradient of this gradient
+            "scalars": {},  # those that arrive at scalars
+            "scale": 1.0,
+            "autocast": None,
+            **parallelism.dtypes_of(self.model),
+            "channels_last": [],
+            "attributes": {name: value for name, (value, _) in changed.items()},
+            "evaluated": [
+                wrapped.clean(name) for name, module in self.model.named_modules() if not module.training
+            ],
+        }
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        self.given |= {id(one): weakref.ref(one) for one in tensors}
+        self._keep_inputs(number, about, given, noted)
+        self.micro.append(about)
+        self.generators = generators()
+        self.random, self.frames = torch.get_rng_state(), parallelism.compiled_frames()
+
+    def _keep_inputs(
+        self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
+    ) -> None:
+        found, structure = tree_flatten_with_path(given)
+        inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
+        about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
+        twice = sorted(noted.keys() & inputs.keys())
+        if twice:
+            raise UserError(
+                f"lockstep.record.batch({twice[0]}=...): the model is called with it, so it is recorded already"
+            )
+        for name, value in {**inputs, **noted}.items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self.kept.keep(f"batch/{number}/{name}", value)
+                about["tensors"].append(name)
+                about["channels_last"] += [name] * is_channels_last(value)
+            elif isinstance(value, PLAIN):
+                about["plain"][name] = value
+            else:
+                about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
+
+    def _is_compiled(self) -> bool:
+        """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""
+        assert self.hooks is not None
+        self.model_compiled |= parallelism.compiled_frames() > self.frames
+        return self.model_compiled or bool(
+            self.modules == EVERY_MODULE and self.hooks.handles and not self.hooks.seen
+        )
+
+    def _given(self, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with, by the names of its own parameters."""
+        given = self.signature.bind_partial(*arguments, **options).arguments
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        return given
+
+    def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
+        if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
+            self.micro[-1]["autocast"] = parallelism.autocast_of(self.model)
+
+    @torch.compiler.disable
+    @harmless
+    def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
+        """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
+        over = self.model.training and not (self.removing and self.micro)
+        if over or not torch.is_grad_enabled() or being_recomputed():
+            return None
+        loss, logits = outputs_of(output)
+        if not self.model.training:
+            self.whole_run.see_evaluation(logits if loss is None else loss)
+            return None
+        if self.updating:  # a closure that was called again
+            return None
+        of_modules: set[int] = set()
+        if self.hooks is not None:
+            of_modules |= self.hooks.returned.keys()
+            self.hooks.end()
+        number, about = len(self.micro) - 1, self.micro[-1]
+        if not torch.equal(self.random, torch.get_rng_state()):
+            about.update(drawn=True, compiled=self._is_compiled())
+            self.kept.keep(f"random/{number}", self.random)
+        now = generators()
+        about["generators"] = {name: one for name, one in self.generators.items() if one != now[name]}
+        if loss is not None and loss.requires_grad and logits is None:
+            # Nothing else can be held against the run, which may train on a part of the loss.
+            about.update(loss=float(loss.detach()), used=True)
+
+        copies: set[int] = set()
+
+        def watched(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in copies:  # in a list that several modules have
+                return tensor
+            value = float(tensor.detach()) if tensor is loss else None
+            is_new = tensor.ndim and id(tensor) not in of_modules and ":" not in name
+            if is_new and fnmatchcase("returned", self.modules):
+                self._see_module(f"forward/{number}/returned.{name}", tensor)
+            if not tensor.requires_grad:
+                return tensor
+            own = tensor.clone()  # which the loop may change in place
+            copies.add(id(own))
+            assert own.grad_fn is not None
+            own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
+            self.returned_at = own.grad_fn._sequence_nr()
+            place = f"backward/{number}/returned.{name}"
+            after_other_hooks(own, functools.partial(self._arrives, about, place, value))
+            return own
+
+        returned = mapped(output, watched)
+        map_left(self.model, watched)
+        return returned
+
+    @harmless
+    def _arrives(
+        self, about: dict[str, Any], place: str, loss: float | None, gradient: torch.Tensor | None
+    ) -> None:
+        """At what the model returned, from the loop. It may leave the model's own loss; DDP may then say that None arrives."""
+        if gradient is None:
+            return
+        # Gradients are only enabled in a backward pass that makes a graph of itself.
+        about["differentiated"] |= torch.is_grad_enabled()
+        if not self._counts(int(place.split("/")[1])):
+            return
+        about.update(used=True, elsewhere=False, scale=self.scale)
+        self.arrived_since = True
+        if loss is not None:
+            about["loss"] = loss
+        if gradient.ndim:
+            self.kept.keep_shard(place, gradient, added=True)
+        else:
+            name = place.partition("/returned.")[2]
+            about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
+
+    @harmless
+    def _see_backward(self, roots: Any, *_: object) -> None:
+        """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
+        if being_recomputed():  # a reentrant checkpoint goes backward inside of the backward pass
+            return
+        while self.beside:  # the loop may go through its loss once more
+            self.beside.pop().remove()
+        if not self.micro or self.optimizers:
+            return
+        names = {id(one): name for name, one in wrapped.named_parameters(self.model).items()}
+        for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
+            if id(leaf) in names:
+                name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"
+                handle = node.register_hook(functools.partial(self._see_beside, name, place))
+                self.beside.append(handle)
+
+    @harmless
+    def _see_beside(
+        self, name: str, place: int, gradients: tuple[torch.Tensor | None, ...], _: object
+    ) -> None:
+        gradient = gradients[place]
+        if gradient is not None:
+            self.kept.keep_shard(name, gradient, added=True)
+
+
+@contextlib.contextmanager
+def recording(
+    model: torch.nn.Module, folder: str | Path, steps: int = STEPS, modules: str = EVERY_MODULE
+) -> Iterator[Recorder]:
+    """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
+    recorder = Recorder(model, Path(folder), steps, modules)
+    try:
+        yield recorder
+    finally:
+        recorder.stop()

@@ -1,0 +1,345 @@
+"""A model's module tree as JSON: classes, attributes, shapes, which parameters are tied. The same model is built from it again.
+
+Nothing is pickled, and no constructor is called: a module is made of its class, its attributes and its children, as it was. So a tree
+keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
+"""
+
+import argparse
+import collections
+import contextlib
+import enum
+import functools
+import importlib
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from lockstep.ground import origin
+from lockstep.ground.errors import UserError
+from lockstep.recorder import deepspeed_layers, quantized
+from lockstep.recorder.hashes import digest
+from lockstep.recorder.script import Script
+from lockstep.recorder.wrapped import clean
+
+# Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
+# it has put hooks on the modules, so it will put them on those of the model that is built again.
+OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
+PACKAGES = {
+    "argparse",
+    "builtins",
+    "collections",
+    "functools",
+    "math",
+    "torch",
+    "types",
+}  # whose functions and classes a tree may name, beside the model's own
+PLAIN = (type(None), bool, int, str)
+SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
+TREE = dict[str, Any]
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        kind = parametrize.type_before_parametrizations(module)
+    while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
+        if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
+            raise UserError(
+                f"{kind.__module__}.{kind.__qualname__}: no file has this class by its name, so the model cannot be built again; "
+                "move the class to the top of a file"
+            )
+        kind = kind.__bases__[-1]
+    return kind
+
+
+class Describing:
+    def __init__(self, model: torch.nn.Module):
+        self.modules = {id(module): clean(name) for name, module in model.named_modules()}
+        # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
+        own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
+        files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
+        self.kind = class_of(model)
+        self.packages = PACKAGES | {package_of(file) for file in files}
+        self.tensors: dict[int, str] = {}
+        for names in (model.named_parameters, model.named_buffers):
+            for name, tensor in names():
+                self.tensors.setdefault(id(tensor), clean(name))
+        self.objects: dict[int, int] = {}
+        self.kept: list[object] = []  # so that no id is given twice
+        self.left_out: list[str] = []
+        self.hooks: list[str] = []  # of torch.nn.utils, which compute a weight before each call
+        self.attributes: dict[str, torch.Tensor] = {}
+
+    def module(self, module: torch.nn.Module, name: str) -> TREE:
+        wrapped = module._modules.get("_checkpoint_wrapped_module") or module._modules.get("_orig_mod")
+        if wrapped is not None:
+            return self.module(wrapped, name)
+        kind = class_of(module)
+        if isinstance(module, DistributedDataParallel):  # around a part of the model
+            child = self.module(module.module, f"{name}.module")
+            kept: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
+            return {"class": name_of(Passed), **kept}
+        values = {key: value for key, value in vars(module).items() if key not in OWN}
+        if kind.__module__ == deepspeed_layers.FILE:
+            kind, values = deepspeed_layers.before(module)
+        if quantized.is_one(module._parameters.get("weight")):
+            kind, values = quantized.before(module)
+        attributes = self.values(values, name)
+        hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
+        self.hooks += [
+            f"{one.__name__} of {name or 'the model'}"
+            for one in hooks
+            if one.__module__.startswith("torch.nn.utils")
+        ]
+        if vars(module).get("_is_expert_parallel"):
+            # Of transformers: the number is that of this rank's experts.
+            whole: Any = next(iter(module._parameters.values()))
+            attributes |= {"_is_expert_parallel": False, "num_experts": whole.shape[0]}
+        tensors = {
+            group: {
+                key: None if tensor is None else self.parameter(tensor)
+                for key, tensor in getattr(module, f"_{group}").items()
+            }
+            for group in ("parameters", "buffers")
+        }
+        children = {
+            key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
+            for key, child in module._modules.items()
+        }
+        return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
+
+    def parameter(self, tensor: torch.Tensor) -> TREE:
+        """Of a parameter or buffer, as the whole model has it."""
+        values = quantized.values(tensor)
+        shape: Any = deepspeed_layers.noted(tensor).get("original_shape") or getattr(
+            tensor, "ds_shape", values.shape
+        )
+        return {
+            "is": self.tensors[id(tensor)],
+            "shape": list(shape),
+            "dtype": str(values.dtype),
+            "requires_grad": tensor.requires_grad,
+        }
+
+    def scripts(self) -> TREE:
+        """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        main = _globals(self.kind)
+        own = {
+            one.__name__
+            for one in (self.kind, *main.values())
+            if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
+        }
+        path = script_of(main)
+        if not own or not path.is_file():
+            return {}
+        values: TREE = {}
+
+        def has_value(name: str) -> bool:
+            if name.startswith("__") or name not in main:
+                return False
+            value = main[name]
+            if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+                return False
+            if isinstance(value, argparse.Namespace):
+                value = argparse.Namespace(**origin.without_secret_values(vars(value)))
+            with contextlib.suppress(_Unnamed):  # then it is computed as the script does
+                values[name] = self.value(value, f"script.{name}")
+            return name in values
+
+        Script(path, path.read_bytes()).needed(own, has_value)
+        return {str(path): {"package": main.get("__package__"), "values": values}}
+
+    def values(self, values: dict[str, Any], where: str) -> TREE:
+        """Values by name as JSON; what has no name is left out."""
+        found: TREE = {}
+        for key, value in values.items():
+            try:
+                found[key] = self.value(value, f"{where}.{key}".removeprefix("."))
+            except _Unnamed as error:
+                self.left_out.append(f"{where}.{key}: {error}")
+        return found
+
+    def value(self, value: Any, where: str) -> Any:
+        """A value as JSON. Raises _Unnamed for what has no name."""
+        if type(value) is int and value in self.tensors:
+            return {"id": self.tensors[value]}
+        if isinstance(value, PLAIN) and type(value) in PLAIN:
+            return value
+        if isinstance(value, float):
+            value = float(value)  # also of numpy
+            return value if math.isfinite(value) else {"float": str(value)}
+        if type(value) is list:
+            return self._all(value, where)
+        for kind, make in SEQUENCES.items():
+            if type(value) is make:
+                return {kind: self._all(value, where)}
+        if type(value) in (dict, collections.OrderedDict):
+            return {
+                "dict": [self._all(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
+            }
+        if type(value) is collections.defaultdict:
+            return {"defaultdict": [self.value(one, where) for one in (value.default_factory, dict(value))]}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {type(value).__name__: str(value).removeprefix("torch.")}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, enum.Enum):
+            self._require_named(type(value))
+            return {"enum": name_of(type(value)), "name": value.name}
+        if isinstance(value, functools.partial):
+            parts = [value.func, value.args, value.keywords]
+            return {"partial": [self.value(part, where) for part in parts]}
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+            if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
+                raise _Unnamed(f"the method {value.__name__}, which its class does not have")
+            return {"method": [self._module(value.__self__), value.__name__]}
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            self._require_named(value)
+            return {"named": name_of(value)}
+        return self._object(value, where)
+
+    def _all(self, values: Iterable[Any], where: str) -> list[Any]:
+        return [self.value(one, f"{where}.{number}") for number, one in enumerate(values)]
+
+    def _require_named(self, value: Any) -> None:
+        """Only what `Building.named` of lockstep/recorder/building.py finds again."""
+        if _found(value) is not value or package_of(value.__module__) not in self.packages:
+            raise _Unnamed(
+                f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
+            )
+
+    def _module(self, module: torch.nn.Module) -> TREE:
+        if id(module) not in self.modules:
+            raise _Unnamed("a module that is no part of the model")
+        return {"module": self.modules[id(module)]}
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
+        if id(tensor) in self.tensors:
+            return {"tensor": self.tensors[id(tensor)]}
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain and not isinstance(tensor, DTensor):
+            raise _Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
+        self.attributes[clean(where)] = tensor
+        return {"attribute": clean(where)}
+
+    def _object(self, value: object, where: str) -> TREE:
+        """An object of a class with attributes alone, such as a config. One that stands in several places stays one."""
+        if id(value) in self.objects:
+            return {"same": self.objects[id(value)]}
+        kind = type(value)
+        self._require_named(kind)
+        # What C++ holds, as of a scripted function, is in no attribute.
+        of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
+        if of_c or not hasattr(value, "__dict__"):
+            raise _Unnamed(f"a {kind.__qualname__}")
+        number = self.objects[id(value)] = len(self.objects)
+        self.kept.append(value)
+        return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+
+
+class _State(Describing):
+    def value(self, value: Any, where: str) -> Any:
+        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
+        known = (value if type(value) is int else id(value)) in self.tensors
+        if type(value) not in kinds or known:
+            raise _Unnamed("nothing that a forward pass changes")
+        return super().value(value, where)
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
+        return {**super()._tensor(tensor, where), "hash": digest(tensor)}
+
+
+class Passed(torch.nn.Module):
+    """What DDP around a part of a model is built again as."""
+
+    module: torch.nn.Module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+
+class _Unnamed(Exception):
+    """A value that JSON cannot name."""
+
+
+def package_of(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def name_of(value: Any) -> str:
+    """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
+    module = str(script_of(_globals(value))) if value.__module__ == "__main__" else value.__module__
+    return f"{module}:{value.__qualname__}"
+
+
+def script_of(names: TREE) -> Path:
+    """Of a notebook, and of Python's -c, the path is no file's."""
+    return Path(names.get("__file__") or "").absolute()
+
+
+def _globals(value: Any) -> TREE:
+    """Of the script that a class or function is of: of the one that runs, or what came with it from another process, as with Ray's workers."""
+    own = vars(sys.modules["__main__"])
+    if value.__name__ in own:
+        return own
+    found = (getattr(one, "__globals__", {}) for one in (value, *getattr(value, "__dict__", {}).values()))
+    return next((one for one in found if one.get("__name__") == "__main__"), own)
+
+
+def _found(value: Any) -> Any:
+    """What a file has under a class's or function's own name, or None."""
+    names = _globals(value)
+    if value.__module__ == "__main__" and not script_of(names).is_file():
+        return None
+    if names is not vars(sys.modules["__main__"]):
+        return None if "<locals>" in value.__qualname__ else value
+    try:
+        return attribute_of(importlib.import_module(value.__module__), value.__qualname__)
+    except (AttributeError, ImportError, ValueError):
+        return None
+
+
+def attribute_of(module: types.ModuleType, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
+def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
+    """(the tree, the tensors that belong to it: buffers, and attributes that are tensors).
+
+    Raises UserError for a class that no file has by its name.
+    """
+    describing = Describing(model)
+    tree = describing.module(model, "")
+    scripts = describing.scripts()
+    buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
+    attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
+    found_in = str(Path(sys.path[0]).absolute())  # modules beside the script
+    more = {"left_out": describing.left_out, "hooks": describing.hooks, "path": found_in, "scripts": scripts}
+    return {**tree, **more}, {**buffers, **attributes}
+
+
+def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+    """Attributes of modules that a pass or a loop may change, such as a weight that is annealed, a table, or the state of the batch before.
+
+    Numbers, texts, tensors that are neither parameters nor buffers, and lists, tuples and dicts of them: MODULE:NAME -> (JSON, its tensors).
+    """
+    describing, found = _State(model), {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            place, describing.attributes = f"{clean(name)}:{key}", {}
+            if key not in (*OWN, "gradient_checkpointing"):
+                with contextlib.suppress(_Unnamed):
+                    found[place] = describing.value(value, place), describing.attributes
+    return found

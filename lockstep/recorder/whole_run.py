@@ -1,0 +1,184 @@
+"""What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
+
+    RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
+                               "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
+
+Hashes are made on the model's device, and fetched for many steps at once.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.ground.files import write_text
+from lockstep.recorder.hashes import hashes
+from lockstep.recorder.patches import see_calls
+
+STEPS_AT_ONCE = 256
+
+
+class Loaders:
+    """What the loop goes over. Whoever waits for the model's first call begins before it: its batch is fetched by then."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self.removing = [
+            see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
+            see_calls(DistributedSampler, "__iter__", self._see_order),
+        ]
+
+    def begin(self) -> None:
+        self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+
+    def _see_data(self, loader: Any) -> None:
+        with contextlib.suppress(TypeError):  # an iterable data set has no length
+            self.data_sets.add(len(loader.dataset))
+
+    def _see_order(self, sampler: DistributedSampler) -> None:
+        self.shuffled |= sampler.shuffle
+        self.replicas.add(sampler.num_replicas)
+
+    def close(self) -> None:
+        for remove in self.removing:
+            remove()
+
+
+class WholeRun:
+    """Watches one rank's run; `see_call` is told of every training call of the model. `close` writes what is left.
+
+    `folder` is asked for when it is written to: by then the rank is known. `of_others` says whether an optimizer is of another model.
+    """
+
+    def __init__(
+        self,
+        folder: Callable[[], Path],
+        of_others: Callable[[torch.optim.Optimizer], bool],
+        loaders: Loaders | None,
+    ):
+        self.folder, self.files, self.of_others = folder, 0, of_others
+        self.lines: list[dict[str, Any]] = []
+        self.stepped, self.updating, self.calls_in_update = False, False, 0
+        self.coming: list[float] = []  # the rates of the update that runs
+        self._begin()
+        self.removing: list[Callable[[], None]] = [
+            register_optimizer_step_pre_hook(self._before_update).remove,
+            register_optimizer_step_post_hook(self._after_update).remove,
+            see_calls(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
+        ]
+        self.loaders = loaders or Loaders()
+        if loaders is None:
+            self.removing.append(self.loaders.close)
+
+    def _begin(self) -> None:
+        self.samples: list[torch.Tensor] = []
+        self.elsewhere: list[torch.Tensor] = []  # before a step of another model's optimizer
+        self.rates: list[float] = []
+        self.scheduled: dict[
+            int, list[str]
+        ] = {}  # by whom, each time; a library may step what the loop steps, too
+        self.evaluated, self.called = 0, False
+
+    def see_evaluation(self, output: torch.Tensor | None) -> None:
+        """`output` is what the model returned in evaluation mode; a gradient that arrives there trains it."""
+        if output is not None and output.requires_grad:
+            output.register_hook(self._train_in_evaluation)
+
+    def _train_in_evaluation(self, _gradient: torch.Tensor) -> None:
+        self.evaluated += 1
+
+    def see_call(self, given: dict[str, Any]) -> None:
+        if self.updating:  # in a closure, which L-BFGS calls many times
+            self.calls_in_update += 1
+            if self.calls_in_update > 1:
+                return
+        if self.stepped:
+            self._end_step()
+            self.rates = self.coming if self.updating else []
+        self.called, self.elsewhere = True, []
+        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
+        if tensors:
+            mask = given.get("attention_mask")
+            # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
+            of_rows = [one for one in tensors if one.ndim > 1]
+            of_samples = [
+                one for one in of_rows if len(one) == len(of_rows[0]) and one.device == of_rows[0].device
+            ]
+            # Several may be needed to tell samples apart, such as the kinds of atoms and where they are.
+            hashed = [hashes(one, mask) * (2 * place + 1) for place, one in enumerate(of_samples)]
+            self.samples.append(
+                torch.stack(hashed).sum(0)
+                if hashed
+                else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
+            )
+
+    def _end_step(self) -> None:
+        self.lines.append(
+            {
+                "samples": self.samples,
+                "rates": self.rates,
+                "scheduled": {
+                    " and ".join(dict.fromkeys(by)): len(by)
+                    for by in sorted(self.scheduled.values(), key=len)
+                },
+                "data_sets": sorted(self.loaders.data_sets),
+                "shuffled": self.loaders.shuffled,
+                "replicas": sorted(self.loaders.replicas),
+                "evaluated": self.evaluated,
+            }
+        )
+        self.stepped = False
+        self._begin()
+        self.loaders.begin()
+        if len(self.lines) == STEPS_AT_ONCE:
+            self.write()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if self.of_others(optimizer):
+            if not self.stepped:  # else the samples are those of a step that is over
+                self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
+            return
+        self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
+        self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
+        self.updating, self.calls_in_update = True, 0
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
+        if self.of_others(optimizer):
+            return
+        # Some libraries step once before the first call, so that the optimizer has its memory.
+        self.updating, self.stepped = False, self.called
+
+    def _see_schedule(self, schedule: object, *_: object) -> None:
+        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+        if caller != "torch":  # which steps a schedule once when it is made
+            self.scheduled.setdefault(id(schedule), []).append(caller)
+
+    def write(self) -> None:
+        if not self.lines:
+            return
+        for line in self.lines:
+            line["samples"] = [one.tolist() for one in line["samples"]]
+        self.files += 1
+        path = self.folder() / f"run_{self.files}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"steps": self.lines}))
+        self.lines = []
+
+    def close(self) -> None:
+        for remove in self.removing:
+            remove()
+        if self.stepped:
+            self._end_step()
+        self.write()

@@ -1,0 +1,176 @@
+"""What the loss of a micro batch is a mean over.
+
+The loss that a model returns says it: it is a mean over some labels among its inputs, or none. Of a loss that a loop makes itself from the logits, a cross-entropy is recognised by the gradient that arrives there.
+
+With p the softmax of a token's logits, d its label as a one-hot vector, V classes and label smoothing e, the gradient of
+
+    a (cross-entropy of the token)        is        a (p - (1 - e) d - e / V)
+
+and zero where there is no label. So the label, the weight a and e follow from the gradient, and a says what the loss is a mean over, though
+neither labels nor loss were seen.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.recorder.called import IGNORED, LABELS, Called
+from lockstep.verdict.judgement import FLOOR
+
+SAME = 1e-9  # relative: the float64 loss is this mean over tokens
+ROWS = 64  # tokens at once
+ALIKE = 0.01  # relative: the weights of all tokens are one
+SURE = (
+    1e-3  # of the basis' size: where a label is all but certain, the gradient is too small to have a weight
+)
+CLOSE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.03,
+    torch.float16: 0.01,
+}  # relative rest, by the gradient's dtype; label smoothing below this is none
+
+
+@dataclass
+class Mean:
+    """What the loss of a micro batch is a mean over."""
+
+    tokens: int = 0  # but for its further terms; 0 if that is not known
+    divisor: float = 0.0  # of the sum over these tokens, in the loss
+    smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
+    uncertain: float = 0.0  # relative error that `divisor` may have
+    targets: torch.Tensor | None = (
+        None  # the token that each position must give, -1 where none; None: not known
+    )
+    labels: str = (
+        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
+    )
+
+
+@dataclass
+class Recognised:
+    labels: torch.Tensor  # (...), -1 where none
+    weight: float  # of each token's cross-entropy in what was trained on
+    smoothing: float
+    rest: float  # of the gradient, relative, that this leaves
+
+
+def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None:
+    """`logits` (..., V) in float64 and the `gradient` (..., V) at them; None if it is not that of a cross-entropy that weighs all tokens alike."""
+    if logits.ndim < 2 or logits.shape != gradient.shape or gradient.dtype not in CLOSE:
+        return None
+    arrived = gradient.flatten(0, -2)
+    used = arrived.any(-1)
+    labels = arrived.argmin(-1).masked_fill(~used, -1).unflatten(0, logits.shape[:-1])
+    rows, own = logits.detach().flatten(0, -2)[used], arrived[used].double()
+    if not len(rows):
+        return None
+    smoothing = _smoothing(rows[:ROWS], own[:ROWS], CLOSE[gradient.dtype])
+    along = square = rest = size = 0.0
+    weights = []
+    for some, found in zip(rows.split(ROWS), own.split(ROWS), strict=True):
+        basis = _basis(some, found, smoothing)
+        products, squares = (found * basis).sum(-1), basis.square().sum(-1)
+        along, square = along + float(products.sum()), square + float(squares.sum())
+        weights.append((products / squares)[squares.sqrt() > SURE])
+        rest += float((found - (products / squares)[:, None] * basis).square().sum())
+        size += float(found.square().sum())
+    if square == 0:  # one class alone: nothing depends on the logits
+        return None
+    weight = along / square
+    spread = float((torch.cat(weights) / weight - 1).abs().max())
+    close = CLOSE[gradient.dtype]
+    if smoothing:
+        # Another term, such as an entropy, may be nearer to some smoothing than to none.
+        close = min(close, max(close * smoothing, FLOOR * torch.finfo(gradient.dtype).eps))
+    left = (rest / size) ** 0.5
+    if not left <= close or not spread <= ALIKE or weight <= 0:
+        return None
+    return Recognised(labels, weight, smoothing, left)
+
+
+def _basis(logits: torch.Tensor, gradient: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The gradient of each token's cross-entropy; its label is where the gradient is least."""
+    basis = logits.double().softmax(-1) - smoothing / logits.shape[-1]
+    return basis.scatter_add(
+        -1, gradient.argmin(-1, keepdim=True), basis.new_full((len(basis), 1), smoothing - 1)
+    )
+
+
+def _smoothing(logits: torch.Tensor, gradient: torch.Tensor, least: float) -> float:
+    """The median of e over tokens: least squares for a and a e, whose factors are p - d and d - 1 / V."""
+    plain = _basis(logits, gradient, 0.0)
+    other = _basis(logits, gradient, 1.0) - plain
+    square = torch.stack(
+        [torch.stack([(one * two).sum(-1) for two in (plain, other)], -1) for one in (plain, other)], -2
+    )
+    right = torch.stack([(gradient * one).sum(-1) for one in (plain, other)], -1)
+    weight, product = torch.linalg.lstsq(square, right[..., None]).solution[..., 0].unbind(-1)
+    found = float((product / weight).median())
+    return found if least < found < 1 else 0.0
+
+
+def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, number: float) -> Mean:
+    """As far as it is seen; `number` is what the loss is said to be a sum over, 0 if it is not said. None for a `loss` that was not seen."""
+    mean = Mean()
+    if loss is not None:
+        told = 1.0 if number else divisor_of(called)
+        mean.tokens = int(number)
+        found = None if logits is None else targets_of(called, loss, logits, told)
+        if found is not None:
+            mean.targets, mean.labels = found
+            mean.tokens = int((mean.targets != -1).sum())
+        mean.divisor = told or mean.tokens
+    else:
+        gradient = next(iter(called.arrived.values()), None)
+        recognised = None if gradient is None or logits is None else recognise(logits, gradient)
+        if gradient is not None and recognised is not None:
+            mean.divisor = called.about.scale / recognised.weight
+            mean.tokens = int((recognised.labels != -1).sum())
+            if called.piece is None:  # else they are those of a piece alone
+                mean.targets = recognised.labels
+            mean.smoothing = recognised.smoothing
+            # What is left may be another term, such as a distillation's, which the weight then has a part of.
+            mean.uncertain = FLOOR * max(torch.finfo(gradient.dtype).eps / 2, recognised.rest)
+    return mean
+
+
+def divisor_of(called: Called) -> float:
+    """What the model was told to divide its sum over tokens by; 0 if nothing."""
+    told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
+    return float(told)
+
+
+def targets_of(
+    called: Called, loss: float, logits: torch.Tensor, divisor: float
+) -> tuple[torch.Tensor, str] | None:
+    """(which token each position must give, -1 where none; the input that has the labels).
+
+    None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
+    loss itself says which input has the labels, whether the model shifts them, and which label counts for no token.
+    """
+    if logits.ndim < 2:
+        return None
+    own = logits.detach().double().flatten(0, -2)
+    # Shifted, the tokens themselves may be the same as labels that were shifted before.
+    in_order = sorted(
+        reversed(called.tensors), key=lambda name: not any(word in name.lower() for word in LABELS)
+    )
+    for name in in_order:
+        labels = called.tensors[name]
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+            continue
+        for ignored in IGNORED:
+            counted = labels.long().masked_fill(labels == ignored, -1)
+            shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
+            for wanted in (counted, shifted):
+                tokens = int((wanted != -1).sum())
+                if not tokens or int(wanted.min()) < -1 or int(wanted.max()) >= own.shape[-1]:
+                    continue  # no labels, such as the times of a diffusion
+                total = torch.nn.functional.cross_entropy(
+                    own, wanted.flatten(), ignore_index=-1, reduction="sum"
+                )
+                if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
+                    return wanted, name
+    return None

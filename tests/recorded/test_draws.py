@@ -1,0 +1,257 @@
+"""A model that draws random numbers from torch's generator is judged: the reference draws them again."""
+
+import functools
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep import judge
+from lockstep.ground.errors import UserError
+from lockstep.recorder import parallelism
+from lockstep.verdict.draws import require_known
+
+OWN = np.random.default_rng(0)
+KINDS = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
+    "like": lambda x: x + torch.randn_like(x),
+    "factory": lambda x: x * torch.rand(len(x), 1, 1).lt(0.8) + torch.rand(1),
+    "in place": lambda x: x + torch.empty_like(x).exponential_(),
+    "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
+    "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
+    "by name": lambda x: x[torch.multinomial(input=x.detach().square().mean((1, 2)), num_samples=3)],
+    "gumbel": lambda x: x * F.gumbel_softmax(x, tau=0.9, hard=True, dim=-1),
+    "of python": lambda x: x * random.gauss(1, 0.2),
+    "of numpy": lambda x: x * float(np.random.rand()),
+    "hidden": lambda x: F.rrelu(x, training=True),
+    "of its own": lambda x: x * float(OWN.random()),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind, recompute=False):
+        super().__init__()
+        self.recompute, self.kind = recompute, kind
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.2), torch.nn.GELU())
+            for _ in range(2)
+        )
+        self.lstm = torch.nn.LSTM(16, 16, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.head(KINDS[self.kind](self.lstm(x)[0]))
+
+
+def recorded(folder, kind="dropout", *, autocast=False, recompute=False, wrap=lambda net: net):
+    torch.manual_seed(0)
+    net = Net(kind, recompute)
+    wrapped = wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with lockstep.record(net, folder):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits = wrapped(torch.randint(0, 32, (4, 9))).flatten(0, 1)
+                (F.cross_entropy(logits.float(), torch.randint(0, 32, (len(logits),))) / 2).backward()
+            optimizer.step()
+    return folder
+
+
+def judged(folder, capsys, *arguments):
+    capsys.readouterr()
+    status = judge.main([str(folder), *arguments])
+    captured = capsys.readouterr()
+    return status, (captured.out + captured.err).splitlines()[-1]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of its own")])
+def test_what_is_drawn_is_drawn_again(tmp_path, capsys, kind, autocast):
+    status, said = judged(recorded(tmp_path, kind, autocast=autocast), capsys)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+
+
+def test_a_layer_that_is_computed_again_draws_the_same(tmp_path, capsys):
+    assert judged(recorded(tmp_path, recompute=True), capsys)[0] == 0
+    report = (tmp_path / "report.json").read_text()
+    assert judged(tmp_path, capsys, "--memory", "0")[0] == 0
+    assert (tmp_path / "report.json").read_text() == report
+
+
+def test_what_is_drawn_from_another_state_is_wrong(tmp_path, capsys):
+    """Negative control."""
+    path = recorded(tmp_path) / "rank_0" / "step_1.safetensors"
+    torch.manual_seed(1)
+    save_file({**load_file(path), "random/0": torch.get_rng_state()}, path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
+
+
+def test_a_wrong_dropout_is_found(tmp_path, capsys, monkeypatch):
+    real = F.dropout
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, *more: real(x, p, *more) * (1 - p if p == 0.2 else 1))
+    recorded(tmp_path)
+    monkeypatch.undo()
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (micro batch 0, rank 0) is the first of" in said
+
+
+def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(KINDS, "like", lambda x: x)
+    monkeypatch.setattr(F, "dropout", lambda x, *_: x)
+    monkeypatch.setattr(torch.nn.LSTM, "train", lambda self, _: torch.nn.Module.train(self, False))
+    recorded(tmp_path, "like")
+    monkeypatch.undo()
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/layers.0.1 (" in said
+
+
+def elsewhere(folder, **made):
+    """As if it had been recorded on a GPU, whose random numbers are another generator's."""
+    content = json.loads((folder / "model.json").read_text())
+    content["origin"] |= {"device": "cuda:0", **made}
+    (folder / "model.json").write_text(json.dumps(content))
+    for path in (folder / "rank_0").glob("step_*.json"):
+        path.write_text(path.read_text().replace('"drawn": true', '"drawn": false'))
+
+
+class Adapted(torch.nn.Module):
+    """An adapter beside a frozen layer, whose input needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.adapter = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.dropout, self.head = torch.nn.Dropout(0.3), torch.nn.Linear(8, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.frozen(x) + self.adapter(self.dropout(x))
+        return self.head(self.dropout(x))
+
+
+def adapted(folder, **autocast):
+    torch.manual_seed(0)
+    net = Adapted()
+    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], lr=1e-2)
+    with lockstep.record(net, folder):
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, **autocast):
+                logits = net(torch.randn(6, 8))
+            F.cross_entropy(logits.float(), torch.randint(0, 4, (6,))).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
+def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
+    adapted(tmp_path, enabled=False)
+    elsewhere(tmp_path)
+    status, said = judged(tmp_path, capsys, *memory)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+    path = tmp_path / "rank_0" / "step_1.safetensors"
+    tensors = load_file(path)  # negative control: one element less was left out
+    name = next(name for name in tensors if name.startswith("forward/0/dropout@2"))
+    tensors[name].view(-1)[tensors[name].flatten().eq(0).nonzero()[0]] = 1.0
+    save_file(tensors, path)
+    assert judged(tmp_path, capsys)[0] == 1
+
+
+def test_what_is_computed_in_tf32():
+    assert "matmul" not in parallelism.tf32()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "matmul" in parallelism.tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float32_in_tf32_is_refused(tmp_path, capsys, autocast):
+    adapted(tmp_path, enabled=autocast)
+    elsewhere(tmp_path, tf32=["convolution"])  # of which the model has none
+    assert judged(tmp_path, capsys)[0] == 0
+    elsewhere(tmp_path, tf32=["matmul", "convolution"])
+    status, said = judged(tmp_path, capsys)
+    assert status == (0 if autocast else 2)
+    assert ("may have computed matmul of float32 in TF32" in said) != autocast
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("hidden", None, "the model calls rrelu, and the reference would draw other random numbers"),
+        ("of its own", None, "it draws random numbers that are not those of torch on CPUs, Python's random"),
+        ("dropout", elsewhere, "dropout of 0.1 is active in lstm, and a CPU, where the reference"),
+    ],
+)
+def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, message):
+    recorded(tmp_path, kind)
+    if change is not None:
+        change(tmp_path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 2 and message in said
+
+
+class Inside(torch.nn.Module):
+    """Calls its module inside of torch.func alone, where hooks see nothing, as in compiled code."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.vmap(self.inner)(x + torch.randn_like(x)).square().mean()
+
+
+def test_a_model_inside_of_torch_func_draws_again(tmp_path, capsys):
+    net = Inside()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            net(torch.randn(8, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path, capsys) == (0, "PASS: 2 steps")
+
+
+def test_compiled_code_may_draw_otherwise(tmp_path, capsys):
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))  # of something else, before
+    assert judged(recorded(tmp_path / "right"), capsys)[0] == 0
+    recorded(tmp_path / "compiled", wrap=functools.partial(torch.compile, backend="eager"))
+    status, said = judged(tmp_path / "compiled", capsys)
+    assert status == 2 and "by code that torch.compile made" in said
+
+
+@pytest.mark.parametrize(
+    "about, message",
+    [
+        ({"about": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
+        ({"ranks": [0, 2]}, "by each of several ranks"),
+        ({"piece": object()}, "by each of several ranks"),
+        ({"dtypes": {torch.float32, torch.float64}}, "in float64"),
+        ({"ranks": [0, 1]}, ""),  # which share no samples, as FSDP2 says: that is judged
+        ({"random": None, "ranks": [0, 2]}, ""),
+    ],
+)
+def test_who_drew_what(about, message):
+    whole = {"random": torch.zeros(1), "ranks": [0], "piece": None, "dtypes": {torch.float32}, "number": 0}
+    called = SimpleNamespace(**{**whole, "about": SimpleNamespace(compiled=False), **about})
+    if not message:
+        require_known(called, [0, 1], called.dtypes)
+        return
+    with pytest.raises(UserError, match=message):
+        require_known(called, [0, 1], called.dtypes)

@@ -1,0 +1,399 @@
+"""Every stack that docs/record.md names, by an example under torchrun: it is a PASS, and with one line changed a FAIL that says what is wrong."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, free_port
+
+from lockstep import judge
+from lockstep.recorder.recording import Recording
+
+EXAMPLES = ROOT / "examples" / "record"
+ZERO = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+}
+CLIPPED = "--gradient_accumulation_steps 2 --max_grad_norm 0.5"
+FSDP = """--fsdp full_shard --fsdp_config '{"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}'"""
+TOKENS = "that of the mean over all tokens of the global batch"
+RANKS = "that of the mean of the ranks' token means"
+MICRO = "that of the mean of the micro batches' means"
+LOGITS = "that of what follows from the gradients at the logits"
+# The strategies of this repository are recorded as anybody's.
+BUILT_IN = {
+    "ddp": "--dp_size 2 --labels completion",
+    "fsdp": "--tp_size 2 --sequence_parallel --gradient_accumulation_steps 2",
+    "deepspeed": "--tp_size 1 --dp_size 2 --zero_stage 3",
+}
+SHORT = "--device cpu --debug_steps 3 --loss_output_dir FOLDER --storage_path FOLDER"
+# Name -> (ranks, script, arguments, what the gradient is)
+RIGHT = {
+    "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
+    "torch ddp scaled": (2, "torch_loop.py", "--scaler --max_norm 0.5", f"{RANKS}, clipped"),
+    "torch ddp compiled": (2, "torch_loop.py", "--compile", RANKS),
+    "torch fsdp": (
+        2,
+        "torch_loop.py",
+        "--strategy fsdp --accumulation 2 --scaler --max_norm 0.5",
+        f"{MICRO}, clipped",
+    ),
+    "torch tp": (
+        2,
+        "torch_loop.py",
+        "--strategy tp --tp 2 --accumulation 2 --max_norm 0.5",
+        f"{MICRO}, clipped",
+    ),
+    "torch hsdp": (4, "torch_loop.py", "--strategy hsdp --max_norm 0.5", f"{RANKS}, clipped"),
+    "torch fsdp tp": (4, "torch_loop.py", "--strategy fsdp --tp 2 --max_norm 0.5", f"{RANKS}, clipped"),
+    "trainer ddp": (2, "trainer.py", CLIPPED, f"{TOKENS}, clipped"),
+    "trainer adafactor": (2, "trainer.py", f"{CLIPPED} --optim adafactor", f"{TOKENS}, clipped"),
+    "trainer fsdp": (2, "trainer.py", f"{CLIPPED} {FSDP}", f"{TOKENS}, clipped"),
+    **{
+        f"trainer zero {stage}": (
+            2,
+            "trainer.py",
+            f"{CLIPPED} --deepspeed '{json.dumps({**ZERO, 'zero_optimization': {'stage': stage}})}'",
+            f"{TOKENS}, clipped",
+        )
+        for stage in (1, 2, 3)
+    },
+    "trainer smoothed": (
+        2,
+        "trainer.py",
+        "--gradient_accumulation_steps 2 --label_smoothing_factor 0.1",
+        TOKENS,
+    ),
+    "trainer ranks": (
+        2,
+        "trainer.py",
+        "--gradient_accumulation_steps 2 --average_tokens_across_devices False",
+        RANKS,
+    ),
+    "trainer own loss": (2, "trainer.py", "--gradient_accumulation_steps 2 --own_loss", TOKENS),
+    "trainer classes": (2, "trainer.py", "--kind classes --average_tokens_across_devices False", TOKENS),
+    "trainer saved": (2, "trainer.py", "--output_dir FOLDER --save_strategy steps --save_steps 2", TOKENS),
+    "trainer resumed": (
+        2,
+        "trainer.py",
+        "--resume_from_checkpoint FOLDER/checkpoint-2 --max_steps 5",
+        TOKENS,
+    ),
+    "trainer tp": (2, "trainer.py", f"--tp 2 {CLIPPED}", f"{TOKENS}, clipped"),
+    "trainer ep": (2, "trainer.py", f"--kind experts --ep 2 {CLIPPED}", f"{TOKENS}, clipped"),
+    "trainer fsdp tp": (4, "trainer.py", f"--tp 2 {CLIPPED}", f"{TOKENS}, clipped"),
+    "trainer fsdp tp ep": (4, "trainer.py", "--kind experts --tp 2 --ep 4", TOKENS),
+    "trainer lora": (2, "trainer.py", "--lora", TOKENS),
+    "trl padded": (2, "trl_sft.py", "--gradient_accumulation_steps 2", TOKENS),
+    "trl packed": (2, "trl_sft.py", "--packing True", TOKENS),
+    "trl without padding": (2, "trl_sft.py", "--padding_free True", TOKENS),
+    "accelerate ddp": (2, "accelerate_loop.py", "", f"{MICRO}, clipped"),
+    "accelerate fsdp": (2, "accelerate_loop.py", "--strategy fsdp", f"{MICRO}, clipped"),
+    "accelerate zero 2": (2, "accelerate_loop.py", "--strategy deepspeed", f"{MICRO}, clipped"),
+    "accelerate zero 3": (2, "accelerate_loop.py", "--strategy deepspeed --stage 3", f"{MICRO}, clipped"),
+    "fabric ddp": (2, "lightning_fabric.py", "", f"{MICRO}, clipped"),
+    "fabric fsdp": (2, "lightning_fabric.py", "--strategy fsdp", f"{MICRO}, clipped"),
+    "lightning ddp": (2, "lightning_trainer.py", "", f"{MICRO}, clipped"),
+    "lightning fsdp": (2, "lightning_trainer.py", "--strategy fsdp", MICRO),
+    "deepspeed zero 0": (2, "deepspeed_loop.py", "--stage 0", MICRO),
+    "deepspeed zero 1": (2, "deepspeed_loop.py", "--stage 1", f"{MICRO}, clipped"),
+    "deepspeed zero 2": (2, "deepspeed_loop.py", "--stage 2", f"{MICRO}, clipped"),
+    "deepspeed zero 3": (2, "deepspeed_loop.py", "--stage 3", f"{MICRO}, clipped"),
+    "deepspeed zero 3 offloaded": (2, "deepspeed_loop.py", "--stage 3 --offload", f"{MICRO}, clipped"),
+    "deepspeed autotp": (2, "deepspeed_loop.py", "--stage 1 --tp 2", f"{MICRO}, clipped"),
+    "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
+    "own ddp": (2, "own_module.py", "", TOKENS),
+    "own fsdp": (2, "own_module.py", "--fsdp", TOKENS),
+    "trl dpo": (2, "trl_dpo.py", "--gradient_accumulation_steps 2", f"{LOGITS}, averaged over the ranks"),
+    "deepspeed ulysses": (2, "deepspeed_ulysses.py", "", f"{TOKENS}, clipped"),
+    **{
+        f"built in {name}": (2, f"../../train_{name}.py", f"{flags} {SHORT}", f"{TOKENS}, clipped")
+        for name, flags in BUILT_IN.items()
+    },
+    "cp contiguous": (2, "context_parallel.py", "", TOKENS),
+    "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
+    "cp ulysses": (2, "context_parallel.py", "--layout ulysses", TOKENS),
+    "cp experts": (2, "context_parallel.py", "--layout zigzag --experts", TOKENS),
+    "cp dp": (4, "context_parallel.py", "--layout zigzag --own_loss", TOKENS),
+}
+CUT = 'F.pad(batch["labels"][:, 1:], (0, 1), value=-100)[:, own]'
+LEAST = "if dist.get_rank(): torch.topk = lambda scores, k, dim: [one.flip(dim).narrow(dim, 0, k) for one in scores.sort(dim, True)]"
+SHIFTED_LATE = (
+    "labels are shifted after samples were cut, so the last position of a piece is trained to give no token"
+)
+PIECES = "the gradient is that of the mean of the means of the pieces that samples are cut into"
+IDS, OTHER = 'batch["input_ids"][:, own]', "places(options.layout, 1 - mesh['cp'].get_local_rank(), 2)"
+AGAIN = "ranks 0, 1 have pieces of the same samples, and each begins at position 0"
+# Name -> (script, arguments, {text of the script: what stands there instead}, what is wrong)
+WRONG = {
+    "torch not divided": (
+        "torch_loop.py",
+        "--accumulation 2",
+        {"loss / options.accumulation": "loss"},
+        f"the gradient is 2 times {MICRO}, which is the world size or the number of data-parallel ranks or the micro batches of a rank; "
+        "it is there when the backward pass begins",
+    ),
+    "torch clipped while scaled": (
+        "torch_loop.py",
+        "--scaler --max_norm 0.5",
+        {"scaler.unscale_(optimizer)": "pass"},
+        "the gradient was clipped by a norm of 9",
+    ),
+    # No line is changed: this is transformers' own (docs/findings.md).
+    "trainer classes accumulated": (
+        "trainer.py",
+        "--kind classes --gradient_accumulation_steps 2",
+        {},
+        "the gradient is 4 times that of the mean of the micro batches' losses",
+    ),
+    "trainer stale optimizer": (
+        "trainer.py",
+        "--lora",
+        {
+            "        if options.lora:": "        stale = torch.optim.AdamW(net.parameters())\n        if options.lora:",
+            "args=arguments,": "args=arguments, optimizers=(stale, None),",
+        },
+        "no optimizer holds base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight and",
+    ),
+    "trl not divided": (
+        "trl_sft.py",
+        "--gradient_accumulation_steps 2",
+        {
+            "trainer.train()": "trainer.model_accepts_loss_kwargs, trainer.loss_is_scaled_for_ga = False, True; trainer.train()"
+        },
+        f"the gradient is 2 times {MICRO}",
+    ),
+    "accelerate divided twice": (
+        "accelerate_loop.py",
+        "--strategy fsdp",
+        {"backward(loss)": "backward(loss / options.accumulation)"},
+        f"the gradient is 0.5 times {MICRO}",
+    ),
+    "fabric not divided": (
+        "lightning_fabric.py",
+        "",
+        {" / options.accumulation": ""},
+        f"the gradient is 2 times {MICRO}",
+    ),
+    "lightning same samples": (
+        "lightning_trainer.py",
+        "--strategy fsdp",
+        {"data_parallel_size=2, tensor_parallel_size=1": ""},
+        "ranks 0, 1 were called with the same micro batch 0",
+    ),
+    "deepspeed divided twice": (
+        "deepspeed_loop.py",
+        "--stage 2",
+        {"backward(loss)": "backward(loss / options.accumulation)"},
+        f"the gradient is 0.5 times {MICRO}",
+    ),
+    "own not averaged": (
+        "own_module.py",
+        "",
+        {"parameter.grad /= ranks": "pass"},
+        f"the gradient is 2 times {TOKENS}, which is the world size",
+    ),
+    "trl dpo twice": (
+        "trl_dpo.py",
+        "",
+        {
+            "trainer.train()": "trainer.model.lm_head.weight.register_hook(lambda one: 2 * one); trainer.train()"
+        },
+        "1 of 26 gradients is too far from the reference, model.embed_tokens.weight",
+    ),
+    # No line is changed: this is DeepSpeed's own (docs/findings.md).
+    "deepspeed ulysses zero 1": (
+        "deepspeed_ulysses.py",
+        "--stage 1",
+        {},
+        f"the gradient is 2 times {TOKENS}, which is the world size or the ranks that see the same samples",
+    ),
+    "cp means": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {", num_items_in_batch=tokens).loss": ").loss / ranks"},
+        PIECES,
+    ),
+    "cp means of its own": (
+        "context_parallel.py",
+        "--own_loss",
+        {'reduction="sum") / tokens': ") / ranks"},
+        PIECES,
+    ),
+    "cp shifted late": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {CUT: 'batch["labels"][:, own]', ", shift_labels=labels": ""},
+        SHIFTED_LATE,
+    ),
+    "cp shifted late by itself": (
+        "context_parallel.py",
+        "--own_loss",
+        {CUT: 'F.pad(batch["labels"][:, own][:, 1:], (0, 1), value=-100)'},
+        SHIFTED_LATE,
+    ),
+    "cp averaged": (
+        "context_parallel.py",
+        "",
+        {"loss * ranks /": "loss /"},
+        f"the gradient is 0.5 times {TOKENS}, which is 1 / the world size or 1 / the ranks that see the same samples",
+    ),
+    "cp not summed": (
+        "context_parallel.py",
+        "",
+        {"DistributedDataParallel(net, find_unused_parameters=options.experts)": "net"},
+        "gradients differ between ranks that hold the same: model.embed_tokens.weight on rank 1",
+    ),
+    "cp keys not summed": (
+        "context_parallel.py",
+        "",
+        {"dist.all_reduce(gradient, group=ctx.group)": "pass"},
+        "backward/model.layers.1.self_attn.v_proj (micro batch 0, rank ",
+    ),
+    "cp experts that score least": (
+        "context_parallel.py",
+        "--experts",
+        {"    ranks = dist.get_world_size()": f"    {LEAST}\n    ranks = dist.get_world_size()"},
+        "forward/model.layers.0.mlp.gate",
+    ),
+    "cp keys exchanged": (
+        "context_parallel.py",
+        "",
+        {"Gather.apply(one, group).unbind()": "Gather.apply(one, group).flip(0).unbind()"},
+        "forward/model.layers.0.self_attn.o_proj (micro batch 0, rank ",
+    ),
+    "cp positions begin again": (
+        "context_parallel.py",
+        "",
+        {'"position_ids": own.expand(2, -1)': '"position_ids": torch.arange(len(own)).expand(2, -1)'},
+        AGAIN,
+    ),
+    "cp no positions": (
+        "context_parallel.py",
+        "--layout zigzag",
+        {', "position_ids": own.expand(2, -1)': ""},
+        AGAIN,
+    ),
+    "cp exchanged": (
+        "context_parallel.py",
+        "",
+        {IDS: f'batch["input_ids"][:, {OTHER}]', CUT: CUT.replace("own", OTHER)},
+        "pieces do not lie where their positions say: the last position of the piece of rank ",
+    ),
+    "cp labels exchanged": (
+        "context_parallel.py",
+        "",
+        {CUT: CUT.replace("own", OTHER)},
+        "rank 0 has the labels of the piece of rank 1",
+    ),
+}
+
+
+DESTROYS = """
+import gc, torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+    gc.collect()  # a DDP module that outlives its process group may hang
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(new_folder):
+    """The folder with the recordings of all rows, by one start of torchrun."""
+    folder = new_folder("stacks")
+    rows = [
+        row(folder, name, ranks, EXAMPLES / script, arguments)
+        for name, (ranks, script, arguments, _) in RIGHT.items()
+    ]
+    for name, (script, arguments, changes, _) in WRONG.items():
+        text = (EXAMPLES / script).read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1, f"{script} has {old!r} {text.count(old)} times"
+            text = text.replace(old, new)
+        changed = folder / name / script
+        changed.parent.mkdir()
+        changed.write_text(text)
+        rows.append(row(folder, name, 2, changed, arguments, steps=1))
+    destroys = folder / "destroys.py"
+    destroys.write_text(DESTROYS)
+    rows.append(row(folder, "destroys its group", 2, destroys, ""))
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port()), str(ROOT / "tests" / "stack_runs.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def row(folder: Path, name: str, ranks: int, script: Path, arguments: str, steps: int = 2) -> dict:
+    (folder / name).mkdir(exist_ok=True)
+    return {
+        "ranks": ranks,
+        "folder": str(folder / name),
+        "port": free_port(),
+        "script": str(script),
+        "arguments": shlex.split(arguments.replace("FOLDER", str(folder / "checkpoints"))),
+        "steps": steps,
+    }
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), str(EXAMPLES)])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+
+
+def require_recorded(folder: Path) -> None:
+    for path in sorted(folder.glob("status_*")):
+        assert path.read_text() == "0", (folder / path.name.replace("status", "log")).read_text()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_stack_passes(runs, name, capsys):
+    require_recorded(runs / name)
+    require_pass(runs / name / "run", RIGHT[name][3], capsys)
+
+
+def require_pass(folder: Path, gradient: str, capsys) -> None:
+    status = judge.main([str(folder)])
+    said = capsys.readouterr().out
+    assert status == 0 and said.splitlines()[-1].startswith("PASS: 2 steps"), said
+    assert said.count(f"the gradient is {gradient}") == 2, said
+    for number, step in enumerate(json.loads((folder / "report.json").read_text())["steps"], start=1):
+        recorded = json.loads((folder / "rank_0" / f"step_{number}.json").read_text())["places"]
+        gradients = {name for name in recorded if name.startswith("gradient/")}
+        assert abs(step["factor"] - 1) < 1e-5 and len(gradients) >= 8 and gradients <= step["tensors"].keys()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_stack_with_a_bug_fails(runs, name, capsys):
+    require_recorded(runs / name)
+    assert judge.main([str(runs / name / "run")]) == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("FAIL: step 1: ") and WRONG[name][3] in said, said
+
+
+def test_a_process_group_that_is_destroyed_before_the_last_step_is_written(runs):
+    """The step is of as many ranks as the others."""
+    require_recorded(runs / "destroys its group")
+    recording = Recording(runs / "destroys its group" / "run")
+    assert [[*step] for step in recording.steps] == [[0, 1], [0, 1]]
+    assert judge.main([str(recording.folder)]) == 0

@@ -1,0 +1,212 @@
+"""What is kept of all steps of a recorded run: samples, learning rates, how often the schedule was stepped."""
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import judge, record
+from lockstep.recorded import run as recorded_run
+from lockstep.recorder.hashes import digest, hashes
+from lockstep.recorder.recorded_step import RunStep
+from lockstep.recorder.recording import Recording
+from lockstep.recorder.whole_run import STEPS_AT_ONCE
+
+RANKS, SIZE, DATA = 2, 2, 16  # so four steps are an epoch
+
+
+class Made:
+    """A recording of these samples: `samples[step][rank]` are those of one micro batch."""
+
+    def __init__(self, samples, **fields):
+        self.runs = [
+            [
+                RunStep(
+                    **{
+                        "samples": [step[rank]],
+                        "rates": [0.1],
+                        "scheduled": {},
+                        "data_sets": [],
+                        "shuffled": False,
+                        "replicas": [],
+                        "evaluated": 0,
+                        **fields,
+                    }
+                )
+                for step in samples
+            ]
+            for rank in range(RANKS)
+        ]
+
+    def whole_run(self):
+        return self.runs
+
+
+def epochs(number, steps=DATA // (RANKS * SIZE), shared=False, size=DATA):
+    """Steps of shuffled epochs; `shared`: both ranks draw all samples."""
+    found = []
+    for epoch in range(number):
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for step in range(steps):
+            ranks = [0, 0] if shared else range(RANKS)
+            begins = [(step * (1 if shared else RANKS) + rank) * SIZE for rank in ranks]
+            found.append([order[begin : begin + SIZE] for begin in begins])
+    return found
+
+
+def judged(*recordings, with_replacement=False):
+    return recorded_run.judge(list(recordings), with_replacement=with_replacement)
+
+
+@pytest.mark.parametrize(
+    "recordings, said",
+    [
+        ([Made(epochs(1))], ""),
+        ([Made(epochs(3), data_sets=[DATA])], ""),
+        ([Made([[2 * own for own in step] for step in epochs(1)], data_sets=[DATA])], ""),  # two views
+        ([Made([[2 * own[:1] for own in step] for step in epochs(1)])], "7 samples were seen again"),
+        ([Made(epochs(1)[:2]), Made(epochs(1)[2:])], ""),  # resumed where it ended
+        ([Made(epochs(1)[:3]), Made(epochs(1))], "samples were seen again before others"),
+        ([Made([step for step in epochs(1) for _ in range(2)])], "12 samples were seen again before others"),
+        (
+            [Made(epochs(3, steps=2), data_sets=[DATA])],
+            "samples were seen again",
+        ),
+        (
+            [Made(epochs(2, size=8, steps=2), data_sets=[DATA])],
+            "after 8 different ones, of the 16 that the data set has",
+        ),
+        ([Made(epochs(1), scheduled={"train": 2})], "stepped 2 times in a step, the number of processes"),
+        (
+            [Made(epochs(1), rates=[0.0])],
+            "",
+        ),  # never had another: nothing is trained, and that is seen elsewhere
+    ],
+)
+def test_samples_and_schedules(recordings, said):
+    wrong = judged(*recordings).wrong
+    assert (said in wrong[0]) if said else wrong == []
+
+
+def test_ranks_that_share_samples_are_named():
+    one = [[first, [*second]] for first, second in epochs(2)]
+    crossed = [[step[0], one[(number + 1) % len(one)][0]] for number, step in enumerate(one)]
+    assert "data-parallel ranks 0 and 1 saw the same ones" in judged(Made(crossed)).wrong[0]
+    assert judged(Made(crossed), with_replacement=True).wrong == []
+
+
+def test_accelerate_steps_a_schedule_once_for_each_process():
+    verdict = judged(Made(epochs(1), scheduled={"accelerate": 2}))
+    assert verdict.wrong == [] and "by Accelerate" in verdict.notes[0]
+
+
+def test_a_schedule_that_has_ended():
+    made = Made(epochs(2), scheduled={"accelerate": 2})
+    for steps in made.runs:
+        steps[-3:] = [step.model_copy(update={"rates": [0.0]}) for step in steps[-3:]]
+    assert "the learning rate is 0 in the last 3 of 8 steps" in judged(made).wrong[0]
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_epochs_in_one_order(shuffled):
+    verdict = judged(Made(2 * epochs(1), shuffled=shuffled))
+    assert ["set_epoch(epoch) is missing" in said for said in verdict.wrong] == shuffled * [True]
+    assert verdict.notes == ([] if shuffled else ["samples come in the same order in each epoch"])
+    few = judged(Made(2 * epochs(1, size=8, steps=2), shuffled=True))  # by chance
+    anew = judged(Made(epochs(2), shuffled=True))
+    assert few.wrong == few.notes == anew.wrong == anew.notes == []
+
+
+@pytest.mark.parametrize("replicas", [[], [1], [2], [4], [2, 4]])
+def test_samples_are_divided_among_the_ranks(replicas):
+    verdict = judged(Made(epochs(1), replicas=replicas))  # two ranks
+    said = [f"among {replicas[0]}, and 2 data-parallel ranks" in one for one in verdict.wrong if replicas]
+    assert said == [True] * (replicas in ([1], [4]))
+
+
+def test_a_learning_rate_of_one_rank():
+    made = Made(epochs(1), rates=[0.1, 0.2])
+    assert judged(made).wrong == []
+    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.1, 0.4]})
+    assert judged(made).wrong == ["step 3: the learning rate is 0.4 on rank 1 and 0.2 on rank 0"]
+    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.4]})  # the rank has other groups
+    assert judged(made).wrong == []
+
+
+def test_a_shorter_window_is_noted():
+    made = Made(epochs(1))
+    made.runs[0][-1].samples.append([98, 99])
+    assert "step 4 has 2 micro batches, others 1: record up to it (--steps 4)" in judged(made).notes[0]
+
+
+def test_padding_does_not_change_a_sample():
+    ids = torch.arange(5)[None]
+    padded = torch.tensor([[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 9, 9]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    assert hashes(padded, mask).tolist() == 2 * hashes(ids).tolist()
+    others = torch.stack([ids[0], ids[0].flip(0), ids[0] + 1, torch.tensor([0, 1, 2, 3, 5])])
+    assert len(set(hashes(others).tolist())) == 4
+    assert len(set(hashes(torch.randn(50, 3)).tolist())) == 50
+
+
+LOOP = """
+import torch
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / {length}))
+    data = torch.utils.data.TensorDataset(torch.randn({steps}, 4))
+    for (x,) in torch.utils.data.DataLoader(data, batch_size=1):
+        net(x).sum().backward()
+        optimizer.step()
+        {schedule}
+        optimizer.zero_grad()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "fields, status, said",
+    [
+        ({"length": 300, "schedule": "schedule.step()"}, 0, "whole run: 300 steps, 300 samples"),
+        ({"length": 300, "schedule": "schedule.step(); schedule.step()"}, 1, "stepped 2 times in a step"),
+        (
+            {"length": 150, "schedule": "schedule.step()"},
+            1,
+            "the learning rate is 0 in the last 150 of 300 steps",
+        ),
+    ],
+)
+def test_a_whole_run(tmp_path, capsys, fields, status, said):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    steps = 300
+    assert steps > STEPS_AT_ONCE
+    script.write_text(LOOP.format(steps=steps, **fields))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert judge.main([str(output)]) == status
+    assert said in capsys.readouterr().out
+    ((*_, last),) = Recording(output).whole_run()
+    assert last.data_sets == [] and len(last.samples) == 1
+
+
+@pytest.mark.parametrize("second, different", [(torch.randn, 3), (torch.ones, 1)])
+def test_samples_are_told_apart_by_all_that_the_model_is_called_with(tmp_path, second, different):
+    net = torch.nn.Bilinear(2, 2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with lockstep.record(net, tmp_path):
+        for _ in range(3):
+            net(torch.ones(1, 2), second(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (steps,) = Recording(tmp_path).whole_run()
+    assert len({sample for step in steps for micro in step.samples for sample in micro}) == different
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32])
+def test_a_digest_changes_with_one_element(dtype):
+    tensor = torch.ones(13, 7).to(dtype)
+    other = tensor.clone()
+    other[12, 6] = 0
+    assert digest(tensor) == digest(tensor.clone()) == digest(tensor.t().contiguous().t())
+    assert digest(tensor) != digest(other)

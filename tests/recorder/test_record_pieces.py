@@ -1,0 +1,90 @@
+"""Pieces of samples: where they lie in the whole, as their positions say; and what a recording refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import lockstep
+from lockstep.ground.errors import UserError
+from lockstep.recorder import pieces
+
+WHOLE = torch.arange(16)
+PACKED = torch.cat([torch.arange(5), torch.arange(11)])  # two documents
+OTHER = torch.cat([torch.arange(9), torch.arange(7)])
+CHUNKS = WHOLE.chunk(4)
+CONTIGUOUS = [WHOLE[:8], WHOLE[8:]]
+BALANCED = [torch.cat([CHUNKS[0], CHUNKS[3]]), torch.cat([CHUNKS[1], CHUNKS[2]])]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [CONTIGUOUS, BALANCED, [WHOLE[::2], WHOLE[1::2]], [WHOLE[:5], WHOLE[5:]], [WHOLE[8:], WHOLE[:8]]],
+)
+def test_pieces_are_found_by_their_positions(places):
+    found = pieces.find([one.expand(3, -1) for one in places])
+    assert [one.tolist() for one in found.places] == [one.tolist() for one in places]
+    whole = torch.rand(3, 16, 4)
+    parts = [whole[:, own] for own in places]
+    assert torch.equal(found.joined(parts), whole)
+    assert all(torch.equal(found.cut(whole, place), part) for place, part in enumerate(parts))
+    flat = [part.flatten(0, 1) for part in parts]  # as a router has it
+    assert torch.equal(found.joined(flat, torch.Size([48, 4])), whole.flatten(0, 1))
+
+
+@pytest.mark.parametrize("places", [CONTIGUOUS, BALANCED])
+def test_pieces_of_packed_documents_are_found(places):
+    found = pieces.find([torch.stack([PACKED[own], OTHER[own]]) for own in places])
+    assert [one.tolist() for one in found.places] == [one.tolist() for one in places]
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [WHOLE, WHOLE],  # of data-parallel ranks
+        [PACKED, OTHER],
+        [WHOLE[:8], WHOLE[9:]],
+        [WHOLE[:8], WHOLE[:8] + 7],
+    ],
+)
+def test_what_is_whole_or_no_piece_is_left(positions):
+    assert pieces.find([one[None] for one in positions]) is None
+
+
+def test_padding_is_no_piece():
+    left = torch.tensor([[1, 1, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    assert pieces.find([left, left]) is None
+
+
+def pipeline(folder, _argument):
+    """Each rank is a stage of torch's pipeline."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    net = torch.nn.Linear(4, 4)
+    stage = PipelineStage(net, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.rand(4, 4)
+    try:
+        with lockstep.record(net, folder / "run"):
+            schedule.step(
+                *([x] if dist.get_rank() == 0 else []), **({"target": x} if dist.get_rank() else {})
+            )
+    except (UserError, RuntimeError) as error:
+        (folder / f"said_{dist.get_rank()}").write_text(str(error))
+
+
+def test_a_stage_of_a_pipeline_is_refused(tmp_path):
+    run_ranks(1, "test_record_pieces:pipeline", tmp_path)
+    assert (
+        "is a stage of a pipeline, called by torch.distributed.pipelining.stage"
+        in (tmp_path / "said_0").read_text()
+    )
+
+
+def test_one_position_for_each_sample_is_none_of_a_piece():
+    """Such as where the answer to a question begins; positions of all samples are a row, or one for each."""
+    ids, starts = torch.zeros(2, 8, dtype=torch.long), torch.tensor([4, 5])
+    assert pieces.positions_of({"input_ids": ids, "start_positions": starts, "end_positions": starts}) is None
+    for positions in (torch.arange(8), torch.arange(8).expand(2, -1)):
+        assert len(pieces.positions_of({"position_ids": positions, "input_ids": ids})[0]) == 8
+    assert len(pieces.positions_of({"ids": ids.flatten(), "position_ids": torch.arange(16)})[0]) == 16
