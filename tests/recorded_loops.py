@@ -5,6 +5,7 @@ import torch.distributed as dist
 from ranks import ROOT
 
 import lockstep
+from lockstep.ground.errors import UserError
 from lockstep.ground.user_file import import_file
 
 EXAMPLE = import_file(ROOT / "examples" / "record" / "trainer.py")
@@ -55,3 +56,20 @@ def clip(net, bound, bug):
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), bound, norm)
     else:
         torch.nn.utils.clip_grad_norm_(net.parameters(), bound)
+
+
+def pipeline(folder, _argument):
+    """Each rank is a stage of torch's pipeline."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    net = torch.nn.Linear(4, 4)
+    stage = PipelineStage(net, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.rand(4, 4)
+    try:
+        with lockstep.record(net, folder / "run"):
+            schedule.step(
+                *([x] if dist.get_rank() == 0 else []), **({"target": x} if dist.get_rank() else {})
+            )
+    except (UserError, RuntimeError) as error:
+        (folder / f"said_{dist.get_rank()}").write_text(str(error))

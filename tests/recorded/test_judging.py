@@ -13,7 +13,7 @@ TASKS = [("--workers", "2", "--memory", "0"), ("--ray", "--memory", "0")]
 
 def judged(folder, *options):
     """A program of its own: when Ray ends, it ends all children of its process."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "recorded")])
     command = [sys.executable, "-m", "lockstep.judge", str(folder), *options]
     return completed(command, env={**os.environ, "PYTHONPATH": paths})
 

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 
-import lockstep
-from lockstep.ground.errors import UserError
 from lockstep.recorder import pieces
 
 WHOLE = torch.arange(16)
@@ -56,25 +53,8 @@ def test_padding_is_no_piece():
     assert pieces.find([left, left]) is None
 
 
-def pipeline(folder, _argument):
-    """Each rank is a stage of torch's pipeline."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    net = torch.nn.Linear(4, 4)
-    stage = PipelineStage(net, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
-    x = torch.rand(4, 4)
-    try:
-        with lockstep.record(net, folder / "run"):
-            schedule.step(
-                *([x] if dist.get_rank() == 0 else []), **({"target": x} if dist.get_rank() else {})
-            )
-    except (UserError, RuntimeError) as error:
-        (folder / f"said_{dist.get_rank()}").write_text(str(error))
-
-
 def test_a_stage_of_a_pipeline_is_refused(tmp_path):
-    run_ranks(1, "test_record_pieces:pipeline", tmp_path)
+    run_ranks(1, "recorded_loops:pipeline", tmp_path)
     assert (
         "is a stage of a pipeline, called by torch.distributed.pipelining.stage"
         in (tmp_path / "said_0").read_text()
