@@ -17,12 +17,15 @@ from lockstep.recorder.called import Called
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.computed import Computed
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 SAME = 1e-9  # relative: two passes in float64
+# Relative, of shards that are put together in the order of their ranks: in another order they are off by more than they are large.
+IN_ORDER = 0.5
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
 )
@@ -55,12 +58,17 @@ class Free:
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
         self.loss_noise = 0.0
+        self.cut: dict[str, int] = {}  # outputs of modules of which each rank has a shard, and the dim
         self.modules = Modules(verdict, verdict.precision)
         self.alone = Alone(verdict, self.right, self.plain, len(recording.steps))
 
     def recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """(what modules returned for a micro batch and what arrived there, the choices among it)."""
         own = self.recording.of_modules(self.verdict.step, called)
+        for name, shards in own.items():
+            dim = self.cut.get(name.replace("backward/", "forward/", 1))
+            if dim is not None:
+                own[name] = [(called.ranks[0], torch.cat([shard for _, shard in shards], dim))]
         told = {
             module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
         }
@@ -107,6 +115,8 @@ class Free:
             if self.verdict.step == 1 and len(self.exact) == 1:
                 self._judge_linearity(called, told)
         rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
+        if self._find_cut(recorded, rights):
+            recorded = [self.recorded(called) for called in pieces]
         for right, measured in zip(rights, near, strict=True):
             measured.terms = {name: measured.terms[name] for name in right.terms}
         for computed in (rights, near):
@@ -117,6 +127,20 @@ class Free:
             self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
             for one in (right, measured):
                 one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
+
+    def _find_cut(
+        self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], rights: list[Computed]
+    ) -> bool:
+        """Find outputs that the ranks of a tensor-parallel group have shards of. The gradient there is cut likewise."""
+        found = {
+            name: dim
+            for (own, _), right in zip(recorded, rights, strict=True)
+            for name, shards in own.items()
+            if name.startswith("forward/") and name in right.modules
+            if (dim := _cut_dim([shard for _, shard in shards], right.modules[name])) is not None
+        }
+        self.cut |= found
+        return bool(found)
 
     def _judge_linearity(self, called: Called, told: dict[str, torch.Tensor]) -> None:
         first = self.exact[0]
@@ -161,6 +185,15 @@ class Free:
                     self.verdict.wrong.append(
                         Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
                     )
+
+
+def _cut_dim(shards: list[torch.Tensor], whole: torch.Tensor) -> int | None:
+    """The dim along which the shards of ranks, in their order, are near this tensor; None if they are not."""
+    for dim, length in enumerate(whole.shape):
+        others = [one.shape[:dim] + one.shape[dim + 1 :] for one in (whole, *shards)]
+        if len(shards) > 1 and len(set(others)) == 1 and sum(one.shape[dim] for one in shards) == length:
+            return dim if distance_of(torch.cat(shards, dim), whole).relative < IN_ORDER else None
+    return None
 
 
 def columns_of(computed: list[Computed]) -> list[Gradients]:

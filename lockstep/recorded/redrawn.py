@@ -17,22 +17,26 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.rows import StepVerdict
 
 DRAWS = 4  # besides the first
-DRAWN = ("forward", "backward", "gradient")  # kinds
+DRAWN = ("forward/", "backward/", "gradient/", "loss of ")  # names begin so
 A_LITTLE = 10  # times what is tolerated
 JUMP = 10  # times the first draw's typical error: the perturbation turned a choice, such as of an expert
 
 
 def may_be_chance(verdict: StepVerdict) -> bool:
-    """Whether nothing but tensors of the pass from the batch is too far, and each by a little."""
+    """Whether nothing but tensors and losses of the pass from the batch is too far, and each by a little."""
     far = [row for row in verdict.rows if row.is_far]
     alone = any(row.too_far for row in verdict.alone)
-    return bool(far) and not alone and all(row.kind in DRAWN and row.multiple <= A_LITTLE for row in far)
+    return (
+        bool(far)
+        and not alone
+        and all(row.name.startswith(DRAWN) and row.multiple <= A_LITTLE for row in far)
+    )
 
 
 def draw_again(
     plain: Reference, near: Computed, exact: Computed, called: Called, told: dict[str, torch.Tensor]
 ) -> None:
-    """Gives `near`, which `plain` computed, of each tensor the draw that is farthest from `exact`."""
+    """Gives `near`, which `plain` computed, of each tensor and of the loss the draw that is farthest from `exact`."""
     typical = _typical(near, exact)
     for draw in range(1, DRAWS + 1):
         plain.perturb(draw)
@@ -43,6 +47,9 @@ def draw_again(
             both = name in near.modules and name in again.modules
             if both and _is_farther(again.modules[name], near.modules[name], right):
                 near.modules[name] = again.modules[name]
+        right_loss = exact.loss
+        if right_loss is not None and near.loss is not None and again.loss is not None:
+            near.loss = max(near.loss, again.loss, key=lambda one: abs(one - right_loss))
         near.gradients = _farthest(again.gradients, near.gradients, exact.gradients)
         for name in near.terms.keys() & again.terms.keys() & exact.terms.keys():
             mine, other, term = near.terms[name], again.terms[name], exact.terms[name]

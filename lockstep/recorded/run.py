@@ -36,6 +36,8 @@ def judge(
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
     verdict = RunVerdict(min(len(steps) for steps in ranks))
+    if not verdict.steps:
+        verdict.notes.append("the program was killed before the last step that it was to record: not judged")
     others = {rank for one in cut for rank in one[1:]}
     whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]

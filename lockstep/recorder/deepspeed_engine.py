@@ -53,7 +53,7 @@ def watch(recorder: Recorder) -> bool:
             _see_gradients(recorder, engine)
         result = real_step(engine, *arguments, **options)
         if ends:
-            _see_weights(recorder, recorder.kept.keep_updated)
+            _see_weights(recorder, engine.optimizer, recorder.kept.keep_updated)
             for name, value in _state_of(recorder, engine.optimizer):
                 recorder.kept.keep_updated_state(name, value)
             norm = engine.get_global_grad_norm()
@@ -73,18 +73,24 @@ def watch(recorder: Recorder) -> bool:
     return True
 
 
-def _see_weights(recorder: Recorder, keep: Callable[[str, torch.Tensor], None]) -> None:
+def _see_weights(recorder: Recorder, engine: Any, keep: Callable[[str, torch.Tensor], None]) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in wrapped.named_parameters(recorder.model).items():
         whole = safe_get_full_fp32_param(parameter)
-        keep(name, parameter if whole is None else whole)
+        keep(name, parameter if whole is None else whole.to(_dtype_of_copies(engine)))
+
+
+def _dtype_of_copies(engine: Any) -> torch.dtype:
+    """Of what the engine's optimizer updates. The readers give float32, also of copies in bfloat16, whose rounding is the optimizer's own."""
+    flat = [one for group in engine.optimizer.param_groups for one in group["params"]]
+    return (flat or engine.fp32_partitioned_groups_flat)[0].dtype  # stage 3 lists them when it steps
 
 
 def _see_gradients(recorder: Recorder, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
-    _see_weights(recorder, recorder.kept.keep_weight)
+    _see_weights(recorder, engine.optimizer, recorder.kept.keep_weight)
     names = wrapped.named_parameters(recorder.model)
     for about in recorder.micro:
         about["param_dtype"] = str(
@@ -93,7 +99,7 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
     for name, parameter in names.items():
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            recorder.kept.keep_shard(f"gradient/{name}", gradient)
+            recorder.kept.keep_shard(f"gradient/{name}", gradient.to(_dtype_of_copies(engine.optimizer)))
     # Its tensors are those of the flat pieces, so they are left out.
     said, _ = described(engine.optimizer.optimizer, recorder.model, 0)
     if not _is_linked(recorder):
@@ -118,7 +124,9 @@ def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tens
 
     inner = engine.optimizer
     states = list(inner.state.values()) if _is_linked(recorder) else []
-    keys = sorted({key for state in states for key, value in state.items() if getattr(value, "ndim", 0) == 1})
+    keys = {
+        key: value.dtype for state in states for key, value in state.items() if getattr(value, "ndim", 0) == 1
+    }
     count = next((state["step"] for state in states if "step" in state), None)  # all are stepped together
     for parameters, group in zip(_lists(engine), inner.param_groups, strict=False):
         # DeepSpeed 0.19 links all groups after it has stepped the first one, so its reader finds nothing of the others.
@@ -130,8 +138,8 @@ def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tens
     for name, parameter in wrapped.named_parameters(recorder.model).items():
         if not parameter.requires_grad:
             continue
-        for key in keys:
-            yield f"state/{key}/{name}", safe_get_full_optimizer_state(parameter, key)
+        for key, dtype in sorted(keys.items()):
+            yield f"state/{key}/{name}", safe_get_full_optimizer_state(parameter, key).to(dtype)
         if count is not None:
             yield f"state/step/{name}", torch.tensor(float(count))
 

@@ -1,6 +1,8 @@
 """What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +35,23 @@ def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
         return real(*arguments, **options)
 
     return replace(place, name, call)
+
+
+def see_exit(see: Callable[[], None]) -> Undo:
+    """Let `see` be told before the main thread ends this process by os._exit, which leaves all that waits for the end undone.
+
+    Training scripts end so where a thread of gloo may abort the interpreter while it shuts down.
+    """
+    real, process = os._exit, os.getpid()
+
+    def leave(status: int) -> None:
+        try:
+            if os.getpid() == process and threading.current_thread() is threading.main_thread():
+                see()
+        finally:
+            real(status)
+
+    return replace(os, "_exit", leave)
 
 
 def see_clipping(

@@ -73,6 +73,7 @@ class Recorder(Updates):
             self.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True).remove,
             self.model.register_forward_hook(Hook(self._see_output)).remove,
             self.whole_run.close,
+            patches.see_exit(self.stop),
         ]
         # Wrappers may turn autocast on inside of the model's call only.
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]

@@ -28,11 +28,13 @@ MICRO = "that of the mean of the micro batches' means"
 LOGITS = "that of what follows from the gradients at the logits"
 # The strategies of this repository are recorded as anybody's.
 BUILT_IN = {
-    "ddp": "--dp_size 2 --labels completion",
-    "fsdp": "--tp_size 2 --sequence_parallel --gradient_accumulation_steps 2",
-    "deepspeed": "--tp_size 1 --dp_size 2 --zero_stage 3",
+    "ddp": "ddp --dp_size 2 --labels completion",
+    "fsdp": "fsdp --tp_size 2 --sequence_parallel --gradient_accumulation_steps 2",
+    "deepspeed": "deepspeed --tp_size 1 --dp_size 2 --zero_stage 3",
+    "autotp in bf16": "deepspeed --tp_size 2 --precision bf16",
 }
-SHORT = "--device cpu --debug_steps 3 --loss_output_dir FOLDER --storage_path FOLDER"
+# They leave by os._exit, as soon as the last recorded step is made.
+SHORT = "--device cpu --debug_steps 2 --loss_output_dir FOLDER --storage_path FOLDER"
 # Name -> (ranks, script, arguments, what the gradient is)
 RIGHT = {
     "torch ddp": (2, "torch_loop.py", "--accumulation 2 --max_norm 0.5", f"{MICRO}, clipped"),
@@ -113,8 +115,13 @@ RIGHT = {
     "trl dpo": (2, "trl_dpo.py", "--gradient_accumulation_steps 2", f"{LOGITS}, averaged over the ranks"),
     "deepspeed ulysses": (2, "deepspeed_ulysses.py", "", f"{TOKENS}, clipped"),
     **{
-        f"built in {name}": (2, f"../../train_{name}.py", f"{flags} {SHORT}", f"{TOKENS}, clipped")
-        for name, flags in BUILT_IN.items()
+        f"built in {name}": (
+            2,
+            f"../../train_{told.split()[0]}.py",
+            f"{told.partition(' ')[2]} {SHORT}",
+            f"{TOKENS}, clipped",
+        )
+        for name, told in BUILT_IN.items()
     },
     "cp contiguous": (2, "context_parallel.py", "", TOKENS),
     "cp zigzag": (2, "context_parallel.py", "--layout zigzag --accumulation 2", MICRO),
@@ -138,6 +145,15 @@ WRONG = {
         {"loss / options.accumulation": "loss"},
         f"the gradient is 2 times {MICRO}, which is the world size or the number of data-parallel ranks or the micro batches of a rank; "
         "it is there when the backward pass begins",
+    ),
+    "torch tp one shard": (
+        "torch_loop.py",
+        "--strategy tp --tp 2",
+        {
+            'parallelize_module(layer, mesh["tp"], PLAN)': 'parallelize_module(layer, mesh["tp"], PLAN); '
+            "layer.self_attn.q_proj.register_forward_hook(lambda _, __, out: (1 + 0.01 * torch.distributed.get_rank()) * out)"
+        },
+        "forward/model.layers.0.self_attn.q_proj (micro batch 0, rank 0) is the first of",
     ),
     "torch clipped while scaled": (
         "torch_loop.py",
@@ -369,10 +385,14 @@ def require_recorded(folder: Path) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_stack_passes(runs, name, capsys):
     require_recorded(runs / name)
-    require_pass(runs / name / "run", RIGHT[name][3], capsys)
+    said = require_pass(
+        runs / name / "run", RIGHT[name][3], capsys, tolerated=1e-3 if "bf16" in name else 1e-5
+    )
+    if "tp" in name and "ep" not in name:  # its experts are called with tokens of their own
+        assert "of other shapes than in the reference" not in said  # shards of outputs are put together
 
 
-def require_pass(folder: Path, gradient: str, capsys) -> None:
+def require_pass(folder: Path, gradient: str, capsys, tolerated: float = 1e-5) -> str:
     status = judge.main([str(folder)])
     said = capsys.readouterr().out
     assert status == 0 and said.splitlines()[-1].startswith("PASS: 2 steps"), said
@@ -380,7 +400,9 @@ def require_pass(folder: Path, gradient: str, capsys) -> None:
     for number, step in enumerate(json.loads((folder / "report.json").read_text())["steps"], start=1):
         recorded = json.loads((folder / "rank_0" / f"step_{number}.json").read_text())["places"]
         gradients = {name for name in recorded if name.startswith("gradient/")}
-        assert abs(step["factor"] - 1) < 1e-5 and len(gradients) >= 8 and gradients <= step["tensors"].keys()
+        assert abs(step["factor"] - 1) < tolerated and len(gradients) >= 8
+        assert gradients <= step["tensors"].keys()
+    return said
 
 
 @pytest.mark.parametrize("name", WRONG)
