@@ -29,6 +29,7 @@ class Ranks:
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.unreduced: Wrong | None = None  # what is said of those that were not reduced
         self.odd = 0  # a rank that has others than the first
+        self.of_update: list[str] = []  # what is wrong after it
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -127,7 +128,7 @@ class Ranks:
         if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
             return False
         if apart:
-            self.verdict.wrong.append(
+            self.of_update.append(
                 f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
             )
         return True
@@ -189,11 +190,7 @@ class Ranks:
         if about.rank in first.data_parallel:
             return False
         place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
-        shards = [
-            {name: places for name, places in one.places.items() if name.startswith("weight/")}
-            for one in (first, about)
-        ]
-        return place[0] == place[1] and shards[0] != shards[1]
+        return place[0] == place[1] and _shards(first) != _shards(about)
 
     def unlike(self, module: str, ranks: list[int]) -> list[str]:
         """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
@@ -351,7 +348,7 @@ class Ranks:
         return False
 
     def judge_samples(self) -> None:
-        """Ranks that hold whole replicas are data-parallel, so they must see different samples."""
+        """Ranks that hold the same weights, whole or the same shards, are data-parallel, so they must see different samples."""
         for one, other in itertools.combinations(self.micro, 2):
             if one.first is not other.first and one.has_same(other.tensors, other.about):
                 self.verdict.wrong.append(
@@ -365,20 +362,22 @@ class Ranks:
             f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
         )
         first, *others = twice.ranks
+        held: dict[str, int] = {}  # the places of weights -> the first rank that has these
+        again = ((held.setdefault(_shards(self.ranks[rank]), rank), rank) for rank in twice.ranks)
+        same = next((pair for pair in again if pair[0] != pair[1]), None)
         if set(others) & set(self.ranks[first].data_parallel):
             self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
-        elif any(
-            place.shape != places[0].full
-            for about in self.ranks.values()
-            for name, places in about.places.items()
-            if name.startswith("weight/")
-            for place in places[1:]
-        ):
-            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
-        else:
+        elif same is not None:
             self.verdict.wrong.append(
-                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
+                f"{where}, though ranks {same[0]} and {same[1]} hold the same weights: the samples are not divided among the ranks"
             )
+        else:
+            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+
+
+def _shards(about: Step) -> str:
+    """Where the weights of a rank lie in the whole ones."""
+    return str([(name, places) for name, places in about.places.items() if name.startswith("weight/")])
 
 
 def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:

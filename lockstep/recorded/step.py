@@ -104,6 +104,7 @@ class _Step:
             raise UserError(
                 f"{odd} is complex, and what is computed with such parameters cannot be judged yet"
             )
+        self._require_shapes(weights)
         if self.ranks[0].hooked:
             verdict.notes.append(
                 f"a forward hook changes what {and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
@@ -143,10 +144,19 @@ class _Step:
         for one in (*self.free.exact, *self.free.near):
             one.gradients = {}  # they take the most room
         self._judge_alone(nominal, place)
-        verdict.wrong += self.of_norm + missing
+        verdict.wrong += self.of_norm + missing + ranks.of_update
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         self._say_unseen()
         return verdict
+
+    def _require_shapes(self, weights: Gradients) -> None:
+        whole = {name: one.shape for name, one in self.recording.skeleton.named_parameters()}
+        odd = next((name for name, one in weights.items() if one.shape != whole.get(name, one.shape)), None)
+        if odd is not None:
+            raise UserError(
+                f"{odd} has the shape {list(weights[odd].shape)} in step {self.verdict.step}, and {list(whole[odd])} when the recording began: which shard it is was not found, "
+                "as none of the weights were then what they are now; begin the recording after weights are loaded or made"
+            )
 
     def _say_unseen(self) -> None:
         """Which parts of the gradient, and which tensors, are not judged."""

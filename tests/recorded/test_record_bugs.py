@@ -379,7 +379,7 @@ BUGS = {
         "",
     ),
     "SameSamples": (
-        "step 1: ranks 0, 1 were called with the same micro batch 0, though each holds a whole replica",
+        "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
         NAMED,
         None,
         "",

@@ -209,6 +209,12 @@ WRONG = {
         {"backward(loss)": "backward(loss / options.accumulation)"},
         f"the gradient is 0.5 times {MICRO}",
     ),
+    "autotp same samples": (
+        "deepspeed_loop.py",
+        "--stage 1 --tp 2",
+        {"torch.distributed.get_rank() // options.tp": "0"},
+        "ranks 0, 1, 2, 3 were called with the same micro batch 0, though ranks 0 and 2 hold the same weights",
+    ),
     "own not averaged": (
         "own_module.py",
         "",
@@ -347,7 +353,7 @@ def runs(new_folder):
         changed = folder / name / script
         changed.parent.mkdir()
         changed.write_text(text)
-        rows.append(row(folder, name, 2, changed, arguments, steps=1))
+        rows.append(row(folder, name, 4 if name == "autotp same samples" else 2, changed, arguments, steps=1))
     destroys = folder / "destroys.py"
     destroys.write_text(DESTROYS)
     rows.append(row(folder, "destroys its group", 2, destroys, ""))

@@ -864,3 +864,14 @@ def test_torch_numpy_safetensors_and_pydantic_are_enough(tmp_path):
         env=environment,
     )
     assert "ImportError: transformers" in blocked.stderr
+
+
+def test_a_shard_of_other_weights_is_refused(tmp_path, refusal):
+    """Where a shard lies is found by its content, which is another if weights are made anew after the recording began."""
+    net = torch.nn.Linear(4, 4, bias=False)
+    with record(net, tmp_path / "run", 1):
+        net.weight = torch.nn.Parameter(torch.randn(2, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert "weight has the shape [2, 4] in step 1, and [4, 4] when" in refusal(judge.main, [tmp_path / "run"])
