@@ -1518,6 +1518,16 @@ def heads(outputs, batch):
     return one + two, {"first head": one}
 
 
+class RestByItsLabels(HeadTimesWorld):
+    """The rest is divided by what differs from batch to batch: what the first head alone trains is right."""
+
+    def own_loss(self, given):
+        values, one, two = given
+        lockstep.record.batch(one=one, two=two)
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first, one) + F.cross_entropy(second, two) * (1 + two.sum()) / 7
+
+
 class HeadsAsMeant(HeadTimesWorld):
     def own_loss(self, given):
         values, one, two = given
@@ -2108,6 +2118,26 @@ class Jittered(nn.Linear):
         return (
             super().forward(values) * noise * torch.full((8,), random.uniform(0.5, 1.5), dtype=values.dtype)
         )
+
+
+class DroppedApart(Own):
+    """Both ranks have the same samples, and each drops other elements."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def batch(self, number):
+        torch.manual_seed(10 * number + self.rank)
+        return self.sample(torch.Generator().manual_seed(number))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class DroppedAsMeant(DroppedApart):
+    def batch(self, number):
+        super().batch(number)
+        return Own.batch(self, number)
 
 
 class DrawnOnOneRank(DrawnElsewhere):

@@ -361,24 +361,38 @@ class Ranks:
         twice = next((called for called in self.micro if len(called.ranks) > 1), None)
         if twice is None:
             return
-        where = (
-            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+        where, why = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}",
+            self._not_divided(twice),
         )
+        if why:
+            self.verdict.wrong.append(f"{where}, though {why}")
+        else:
+            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+
+    def drawn_apart(self) -> bool:
+        """Whether replicas drew random numbers, each its own, over one micro batch: no reference has both, and the samples are not divided."""
+        drawn = any(
+            called.random is not None and len(called.ranks) > 1 and self._not_divided(called)
+            for called in self.micro
+        )
+        if drawn:
+            self.judge_samples()
+        return drawn
+
+    def _not_divided(self, twice: Called) -> str:
+        """Why the ranks that were called with a micro batch should each have had another; "" if they have parts of one model."""
         first, *others = twice.ranks
         if set(others) & set(self.ranks[first].data_parallel):
-            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
-        elif any(
+            return "FSDP2 divides the samples among them"
+        shards = any(
             place.shape != places[0].full
             for about in self.ranks.values()
             for name, places in about.places.items()
             if name.startswith("weight/")
             for place in places[1:]
-        ):
-            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
-        else:
-            self.verdict.wrong.append(
-                f"{where}, though each holds a whole replica: the samples are not divided among the ranks"
-            )
+        )
+        return "" if shards else "each holds a whole replica: the samples are not divided among the ranks"
 
 
 def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:

@@ -88,9 +88,6 @@ class _Step:
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
-        dtypes = {one.dtype for one in recording.skeleton.parameters()}
-        for one in self.micro:
-            draws.require_known(one, self.ranks[0].data_parallel, dtypes)
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
@@ -136,8 +133,12 @@ class _Step:
             or ranks.frozen_apart()
             or ranks.clipped_in_parts(gradients)
             or ranks.parted()
+            or ranks.drawn_apart()
         ):
             return verdict
+        dtypes = {one.dtype for one in self.recording.skeleton.parameters()}
+        for one in self.micro:
+            draws.require_known(one, self.ranks[0].data_parallel, dtypes)
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
         for one in (*self.free.exact, *self.free.near):

@@ -49,7 +49,10 @@ RIGHT = {
     ),
     "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
     **dict.fromkeys(("Entropy", "Scores"), NOT_JUDGED),
-    **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents", "Bfloat16Clipped"), NOT_SEEN),
+    **dict.fromkeys(
+        ("OnShards", "ChannelsLast", "Bags", "Words", "Documents", "Bfloat16Clipped", "DroppedAsMeant"),
+        NOT_SEEN,
+    ),
     **dict.fromkeys(("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput"), NOT_JUDGED),
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(
@@ -167,6 +170,8 @@ WRONG = {
     "LossAloneMixed": "step 1: documents that are packed in a row see each other: logits behind position 4",
     "LossAloneNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "SumWithATermThrice": "step 1: z, a term of the loss, counts 3 times as often as the rest",
+    "DroppedApart": "step 1: ranks 0, 1 were called with the same micro batch 0, though each holds a whole replica",
+    "RestByItsLabels": "step 1: first head, a term of the loss, counts 1.",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
