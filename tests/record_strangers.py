@@ -2140,6 +2140,29 @@ class DroppedAsMeant(DroppedApart):
         return Own.batch(self, number)
 
 
+class CheckpointsDropout(DroppedAsMeant):
+    """What is computed again in the backward pass has the elements that were dropped before."""
+
+    keeps = True
+
+    def made(self):
+        return Again(self.keeps)
+
+
+class Again(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.keeps, self.head = keeps, nn.Linear(8, 3)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, values):
+        return self.head(checkpoint(self.body, values, use_reentrant=False, preserve_rng_state=self.keeps))
+
+
+class CheckpointDropsOthers(CheckpointsDropout):
+    keeps = False
+
+
 class DrawnOnOneRank(DrawnElsewhere):
     def made(self):
         net = super().made()

@@ -69,6 +69,15 @@ def _unusable(gradients: Gradients) -> str:
     return "" if any(map(torch.any, gradients.values())) else "no parameter has a gradient other than zero"
 
 
+def _taken_off(gradients: Gradients) -> str:
+    """Why none is left of gradients that follow from what arrived at what the model returned, to be read after that; "" if some are."""
+    if any(map(torch.any, gradients.values())):
+        return ""
+    if gradients:
+        return ": they were set to zero between the backward pass and the optimizer's step"
+    return ": they were set to None before the optimizer's step, or FSDP2 has not reduced them, as set_requires_gradient_sync(False) says"
+
+
 class _Step:
     def __init__(
         self, recording: Recording, step: int, loss: Loss | None, streamed: bool, *, redraws: bool = False
@@ -123,7 +132,7 @@ class _Step:
             )
             return verdict
         if problem:
-            verdict.wrong.append(Wrong(problem))
+            verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
             return verdict
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
