@@ -1100,6 +1100,21 @@ class NotShifted(ShiftedTwice):
     ahead = 0
 
 
+class TokensWeighed(ShiftedTwice):
+    """Tokens have weights of their own: nothing is known of the mean, but the labels are."""
+
+    ahead = 1
+
+    def own_loss(self, given):
+        text, labels = given
+        each = F.cross_entropy(self.wrapped(text, None)[0].flatten(0, 1), labels.flatten(), reduction="none")
+        return (each * torch.linspace(0.5, 1.5, len(each))).mean()
+
+
+class WeighedNotShifted(TokensWeighed):
+    ahead = 0
+
+
 class ShiftedTwiceInColumns(ShiftedTwice):
     """Samples are columns, and the logits of all lie one below the other."""
 

@@ -146,8 +146,8 @@ class _Step:
         ):
             return verdict
         dtypes = {one.dtype for one in self.recording.skeleton.parameters()}
-        for one in self.micro:
-            draws.require_known(one, self.ranks[0].data_parallel, dtypes)
+        for called in self.micro:
+            draws.require_known(called, self.ranks[0].data_parallel, dtypes)
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
         for one in (*self.free.exact, *self.free.near):

@@ -19,7 +19,17 @@ BY_ITSELF = "the loop's own loss gives it by itself is not judged"
 NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
 RIGHT = {
     **dict.fromkeys(
-        ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
+        (
+            "Own",
+            "Contrast",
+            "BesideTheLoss",
+            "Pairs",
+            "NoAdvantage",
+            "ChangedInPlace",
+            "Codebook",
+            "TokensWeighed",
+        ),
+        NOT_JUDGED,
     ),
     **dict.fromkeys(("Forces", "Double", "Slopes"), NOT_JUDGED),
     **dict.fromkeys(
@@ -180,8 +190,9 @@ WRONG = {
     "LossAloneNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "SumWithATermThrice": "step 1: z, a term of the loss, counts 3 times as often as the rest",
     "CheckpointDropsOthers": "step 1: backward/body.1 (micro batch ",
+    "WeighedNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "DroppedApart": "step 1: ranks 0, 1 were called with the same micro batch 0, though each holds a whole replica",
-    "RestByItsLabels": "step 1: first head, a term of the loss, counts 1.",
+    "RestByItsLabels": "step 1: first head, a term of the loss, counts 2.1 times as often as the rest",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
