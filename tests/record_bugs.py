@@ -415,6 +415,16 @@ class Fsdp(MicroMeans):
         return fully_shard(net)
 
 
+class NeverSynced(Fsdp):
+    """The last micro batch is without a sync, too, so no gradient is reduced."""
+
+    bound = None
+
+    def window(self):
+        self.wrapped.set_requires_gradient_sync(False)
+        return super().window()
+
+
 class ClippedByShard(Fsdp):
     def clip(self):
         own = [one.grad.to_local() for one in self.net.parameters()]

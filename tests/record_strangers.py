@@ -1100,6 +1100,21 @@ class NotShifted(ShiftedTwice):
     ahead = 0
 
 
+class TokensWeighed(ShiftedTwice):
+    """Tokens have weights of their own: nothing is known of the mean, but the labels are."""
+
+    ahead = 1
+
+    def own_loss(self, given):
+        text, labels = given
+        each = F.cross_entropy(self.wrapped(text, None)[0].flatten(0, 1), labels.flatten(), reduction="none")
+        return (each * torch.linspace(0.5, 1.5, len(each))).mean()
+
+
+class WeighedNotShifted(TokensWeighed):
+    ahead = 0
+
+
 class ShiftedTwiceInColumns(ShiftedTwice):
     """Samples are columns, and the logits of all lie one below the other."""
 
@@ -1516,6 +1531,16 @@ class HeadTimesWorld(Own):
 def heads(outputs, batch):
     one, two = (F.cross_entropy(own, batch[name]) for own, name in zip(outputs, ("one", "two"), strict=True))
     return one + two, {"first head": one}
+
+
+class RestByItsLabels(HeadTimesWorld):
+    """The rest is divided by what differs from batch to batch: what the first head alone trains is right."""
+
+    def own_loss(self, given):
+        values, one, two = given
+        lockstep.record.batch(one=one, two=two)
+        first, second = self.wrapped(values)
+        return F.cross_entropy(first, one) + F.cross_entropy(second, two) * (1 + two.sum()) / 7
 
 
 class HeadsAsMeant(HeadTimesWorld):
@@ -2108,6 +2133,49 @@ class Jittered(nn.Linear):
         return (
             super().forward(values) * noise * torch.full((8,), random.uniform(0.5, 1.5), dtype=values.dtype)
         )
+
+
+class DroppedApart(Own):
+    """Both ranks have the same samples, and each drops other elements."""
+
+    def made(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def batch(self, number):
+        torch.manual_seed(10 * number + self.rank)
+        return self.sample(torch.Generator().manual_seed(number))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class DroppedAsMeant(DroppedApart):
+    def batch(self, number):
+        super().batch(number)
+        return Own.batch(self, number)
+
+
+class CheckpointsDropout(DroppedAsMeant):
+    """What is computed again in the backward pass has the elements that were dropped before."""
+
+    keeps = True
+
+    def made(self):
+        return Again(self.keeps)
+
+
+class Again(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.keeps, self.head = keeps, nn.Linear(8, 3)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, values):
+        return self.head(checkpoint(self.body, values, use_reentrant=False, preserve_rng_state=self.keeps))
+
+
+class CheckpointDropsOthers(CheckpointsDropout):
+    keeps = False
 
 
 class DrawnOnOneRank(DrawnElsewhere):

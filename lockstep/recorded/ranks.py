@@ -358,21 +358,36 @@ class Ranks:
         twice = next((called for called in self.micro if len(called.ranks) > 1), None)
         if twice is None:
             return
-        where = (
-            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+        where, why = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}",
+            self._not_divided(twice),
         )
-        first, *others = twice.ranks
-        held: dict[str, int] = {}  # the places of weights -> the first rank that has these
-        again = ((held.setdefault(_shards(self.ranks[rank]), rank), rank) for rank in twice.ranks)
-        same = next((pair for pair in again if pair[0] != pair[1]), None)
-        if set(others) & set(self.ranks[first].data_parallel):
-            self.verdict.wrong.append(f"{where}, though FSDP2 divides the samples among them")
-        elif same is not None:
-            self.verdict.wrong.append(
-                f"{where}, though ranks {same[0]} and {same[1]} hold the same weights: the samples are not divided among the ranks"
-            )
+        if why:
+            self.verdict.wrong.append(f"{where}, though {why}")
         else:
             self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+
+    def drawn_apart(self) -> bool:
+        """Whether replicas drew random numbers, each its own, over one micro batch: no reference has both, and the samples are not divided."""
+        drawn = any(
+            called.random is not None and len(called.ranks) > 1 and self._not_divided(called)
+            for called in self.micro
+        )
+        if drawn:
+            self.judge_samples()
+        return drawn
+
+    def _not_divided(self, twice: Called) -> str:
+        """Why the ranks that were called with a micro batch should each have had another; "" if they have parts of one model."""
+        first, *others = twice.ranks
+        if set(others) & set(self.ranks[first].data_parallel):
+            return "FSDP2 divides the samples among them"
+        held: dict[str, int] = {}  # the places of weights -> the first rank that has these
+        again = ((held.setdefault(_shards(self.ranks[rank]), rank), rank) for rank in twice.ranks)
+        alike = next((pair for pair in again if pair[0] != pair[1]), None)
+        if alike is None:
+            return ""
+        return f"ranks {alike[0]} and {alike[1]} hold the same weights: the samples are not divided among the ranks"
 
 
 def _shards(about: Step) -> str:

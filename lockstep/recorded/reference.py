@@ -108,7 +108,7 @@ class Reference(Model):
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
-            with self._precision(called, mode), _without_reentrant_checkpointing():
+            with self._precision(called, mode), _checkpoints_as_meant():
                 return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise
@@ -306,11 +306,20 @@ class _Called:
 
 
 @contextlib.contextmanager
-def _without_reentrant_checkpointing() -> Iterator[None]:
-    """It gives no gradient to what is inside of it if none of its inputs needs one, which is no property of the computation."""
+def _checkpoints_as_meant() -> Iterator[None]:
+    """What they do to gradients is no property of the computation: the reference computes what it would be without them.
+
+    A reentrant one gives no gradient to what is inside of it if none of its inputs needs one. One that does not keep the random state computes other
+    numbers again than it computed.
+    """
     file: Any = torch.utils.checkpoint
-    real, file.CheckpointFunction = file.CheckpointFunction, _Called
+    real = file.CheckpointFunction, file._checkpoint_without_reentrant_generator
+
+    def keeping(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any, **named: Any) -> Any:
+        return real[1](function, True, *arguments, **named)
+
+    file.CheckpointFunction, file._checkpoint_without_reentrant_generator = _Called, keeping
     try:
         yield
     finally:
-        file.CheckpointFunction = real
+        file.CheckpointFunction, file._checkpoint_without_reentrant_generator = real

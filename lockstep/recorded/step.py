@@ -69,6 +69,15 @@ def _unusable(gradients: Gradients) -> str:
     return "" if any(map(torch.any, gradients.values())) else "no parameter has a gradient other than zero"
 
 
+def _taken_off(gradients: Gradients) -> str:
+    """Why none is left of gradients that follow from what arrived at what the model returned, to be read after that; "" if some are."""
+    if any(map(torch.any, gradients.values())):
+        return ""
+    if gradients:
+        return ": they were set to zero between the backward pass and the optimizer's step"
+    return ": they were set to None before the optimizer's step, or FSDP2 has not reduced them, as set_requires_gradient_sync(False) says"
+
+
 class _Step:
     def __init__(
         self, recording: Recording, step: int, loss: Loss | None, streamed: bool, *, redraws: bool = False
@@ -88,9 +97,6 @@ class _Step:
         # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
-        dtypes = {one.dtype for one in recording.skeleton.parameters()}
-        for one in self.micro:
-            draws.require_known(one, self.ranks[0].data_parallel, dtypes)
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
@@ -127,7 +133,7 @@ class _Step:
             )
             return verdict
         if problem:
-            verdict.wrong.append(Wrong(problem))
+            verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
             return verdict
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
@@ -137,8 +143,12 @@ class _Step:
             or ranks.frozen_apart()
             or ranks.clipped_in_parts(gradients)
             or ranks.parted()
+            or ranks.drawn_apart()
         ):
             return verdict
+        dtypes = {one.dtype for one in self.recording.skeleton.parameters()}
+        for called in self.micro:
+            draws.require_known(called, self.ranks[0].data_parallel, dtypes)
         nominal, place = self._judge_free(weights, expect)
         missing = self._missing(weights)
         for one in (*self.free.exact, *self.free.near):

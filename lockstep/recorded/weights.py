@@ -99,7 +99,9 @@ class Weighed:
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         # A single micro batch has a factor whatever the gradient is.
         is_mean = named.off <= verdict.tolerated_weights and (right or fitted.typical <= TOO_MUCH)
-        of_some = None if right and is_mean else self._mean_of_some(candidates)
+        # Weights that give every gradient say more than that some are of a known mean, such as those that one term alone trains
+        explained = bool(fitted.rest) and max(fitted.rest.values()) <= verdict.tolerated_weights
+        of_some = None if explained or (right and is_mean) else self._mean_of_some(candidates)
         if of_some is not None:
             others = self._near(fitted.rest)
             if is_mean and others:

@@ -51,13 +51,13 @@ class Mean:
 @dataclass
 class Recognised:
     labels: torch.Tensor  # (...), -1 where none
-    weight: float  # of each token's cross-entropy in what was trained on
+    weight: float  # of each token's cross-entropy in what was trained on; 0 if tokens are not weighed alike
     smoothing: float
     rest: float  # of the gradient, relative, that this leaves
 
 
 def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None:
-    """`logits` (..., V) in float64 and the `gradient` (..., V) at them; None if it is not that of a cross-entropy that weighs all tokens alike."""
+    """`logits` (..., V) in float64 and the `gradient` (..., V) at them; None if it is not that of a cross-entropy."""
     if logits.ndim < 2 or logits.shape != gradient.shape or gradient.dtype not in CLOSE:
         return None
     arrived = gradient.flatten(0, -2)
@@ -85,9 +85,9 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
         # Another term, such as an entropy, may be nearer to some smoothing than to none.
         close = min(close, max(close * smoothing, FLOOR * torch.finfo(gradient.dtype).eps))
     left = (rest / size) ** 0.5
-    if not left <= close or not spread <= ALIKE or weight <= 0:
+    if not left <= close or weight <= 0:
         return None
-    return Recognised(labels, weight, smoothing, left)
+    return Recognised(labels, weight if spread <= ALIKE else 0.0, smoothing, left)
 
 
 def _basis(logits: torch.Tensor, gradient: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -125,11 +125,13 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
     else:
         gradient = next(iter(called.arrived.values()), None)
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
-        if gradient is not None and recognised is not None:
+        if gradient is None or recognised is None:
+            return mean
+        if called.piece is None:  # else they are those of a piece alone
+            mean.targets = recognised.labels
+        if recognised.weight:
             mean.divisor = called.about.scale / recognised.weight
             mean.tokens = int((recognised.labels != -1).sum())
-            if called.piece is None:  # else they are those of a piece alone
-                mean.targets = recognised.labels
             mean.smoothing = recognised.smoothing
             # What is left may be another term, such as a distillation's, which the weight then has a part of.
             mean.uncertain = FLOOR * max(torch.finfo(gradient.dtype).eps / 2, recognised.rest)

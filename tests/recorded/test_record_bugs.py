@@ -396,7 +396,18 @@ BUGS = {
         ", rank 1) is the first of",
         "",
     ),
-    "AllZero": ("step 1: no parameter has a gradient other than zero", UNEXPLAINED, None, ""),
+    "AllZero": (
+        "step 1: no parameter has a gradient other than zero: they were set to zero between",
+        NAMED,
+        None,
+        "",
+    ),
+    "NeverSynced": (
+        "step 1: no parameter has a gradient other than zero: they were set to None before",
+        NAMED,
+        None,
+        "",
+    ),
     "NotFinite": ("step 1: the gradient of model.norm.weight is not finite", UNEXPLAINED, None, ""),
     "OtherWeights": (
         "step 1: weights differ between ranks that hold the same: model.layers.0.mlp.down_proj.weight on rank 1",

@@ -19,7 +19,17 @@ BY_ITSELF = "the loop's own loss gives it by itself is not judged"
 NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
 RIGHT = {
     **dict.fromkeys(
-        ("Own", "Contrast", "BesideTheLoss", "Pairs", "NoAdvantage", "ChangedInPlace", "Codebook"), NOT_JUDGED
+        (
+            "Own",
+            "Contrast",
+            "BesideTheLoss",
+            "Pairs",
+            "NoAdvantage",
+            "ChangedInPlace",
+            "Codebook",
+            "TokensWeighed",
+        ),
+        NOT_JUDGED,
     ),
     **dict.fromkeys(("Forces", "Double", "Slopes"), NOT_JUDGED),
     **dict.fromkeys(
@@ -49,7 +59,19 @@ RIGHT = {
     ),
     "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
     **dict.fromkeys(("Entropy", "Scores"), NOT_JUDGED),
-    **dict.fromkeys(("OnShards", "ChannelsLast", "Bags", "Words", "Documents", "Bfloat16Clipped"), NOT_SEEN),
+    **dict.fromkeys(
+        (
+            "OnShards",
+            "ChannelsLast",
+            "Bags",
+            "Words",
+            "Documents",
+            "Bfloat16Clipped",
+            "DroppedAsMeant",
+            "CheckpointsDropout",
+        ),
+        NOT_SEEN,
+    ),
     **dict.fromkeys(("ReducedInTheStep", "StepSkipped", "Annealed", "HookOnTheOutput"), NOT_JUDGED),
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(
@@ -167,6 +189,10 @@ WRONG = {
     "LossAloneMixed": "step 1: documents that are packed in a row see each other: logits behind position 4",
     "LossAloneNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "SumWithATermThrice": "step 1: z, a term of the loss, counts 3 times as often as the rest",
+    "CheckpointDropsOthers": "step 1: backward/body.1 (micro batch ",
+    "WeighedNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
+    "DroppedApart": "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
+    "RestByItsLabels": "step 1: first head, a term of the loss, counts 2.1 times as often as the rest",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
