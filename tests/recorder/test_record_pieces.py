@@ -1,10 +1,14 @@
 """Pieces of samples: where they lie in the whole, as their positions say; and what a recording refuses."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import run_ranks
 
+from lockstep.recorded.pieces import judge
 from lockstep.recorder import pieces
+from lockstep.recorder.called import Called, Piece
 
 WHOLE = torch.arange(16)
 PACKED = torch.cat([torch.arange(5), torch.arange(11)])  # two documents
@@ -68,3 +72,21 @@ def test_one_position_for_each_sample_is_none_of_a_piece():
     for positions in (torch.arange(8), torch.arange(8).expand(2, -1)):
         assert len(pieces.positions_of({"position_ids": positions, "input_ids": ids})[0]) == 8
     assert len(pieces.positions_of({"ids": ids.flatten(), "position_ids": torch.arange(16)})[0]) == 16
+
+
+@pytest.mark.parametrize(
+    "at, said", [(15, ""), (7, "the last position of the piece of rank 0 is not trained")]
+)
+def test_which_token_follows_a_window_is_not_known(at, said):
+    """Windows are often cut with one token more, which the last position is trained to give. The seam of two pieces is inside."""
+    window = torch.arange(17).expand(2, -1)
+    targets = window[:, 1:].clone()
+    targets[:, at] = 99
+    called = [Called(0, [rank], None, {}) for rank in range(2)]
+    piece = Piece(pieces.find([one.expand(2, -1) for one in CONTIGUOUS]), 0, called, {}, 16)
+    verdict, found = (
+        SimpleNamespace(wrong=[]),
+        SimpleNamespace(mean=SimpleNamespace(targets=targets, labels=None)),
+    )
+    judge(verdict, called[0], piece, window[:, :-1], found)
+    assert len(verdict.wrong) == bool(said) and said in "".join(verdict.wrong)
