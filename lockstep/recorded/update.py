@@ -25,6 +25,8 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.picture import draw
 from lockstep.verdict.rows import StepVerdict, Wrong
 
+ROUNDED = 4  # machine epsilons of a weight's norm
+
 
 def judge(
     recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights, *, streamed: bool
@@ -178,6 +180,7 @@ def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
 def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     """What a step ends with, weights and what the optimizer keeps, is what the next one begins with, bit for bit."""
     step = verdict.step
+    when = f"between the update of step {step - 1} and step {step}"
     elsewhere = (
         recording.holders(step - 1) if step > 1 else {}
     )  # ranks that do not hold a parameter are given it later
@@ -206,29 +209,37 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         if (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
             weights.remove(name)
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
-            verdict.notes.append(
-                f"{name} was clamped by {bounds} between the update of step {step - 1} and step {step}"
-            )
+            verdict.notes.append(f"{name} was clamped by {bounds} {when}")
         elif name not in trained:
             alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
             share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
             shares |= {name: share} if share else {}
+        elif _is_rounding(before, after):
+            weights.remove(name)
+            verdict.notes.append(f"{name} changed by rounding errors alone {when}")
     lows, highs = zip(*shares.values(), (0.0, 1.0), strict=True)
     least, most = max(lows), min(highs)
     # Such as a teacher's; its first moves may be no more than rounding errors
     if shares and least <= most and not 0 < least <= most == 1:
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(list(shares))} moved by {least:.2g} to {most:.2g} of the way to trained weights between the update of step {step - 1} and step {step}, "
-            "as averages do"
+            f"{and_more(list(shares))} moved by {least:.2g} to {most:.2g} of the way to trained weights {when}, as averages do"
         )
     if weights:
-        said = f"{and_more(weights)} changed between the update of step {step - 1} and step {step}"
-        verdict.wrong.append(Wrong(said))
+        verdict.wrong.append(Wrong(f"{and_more(weights)} changed {when}"))
     if state:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
+
+
+def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a weight was taken elsewhere and back, as to its average for an evaluation. 16 bits round by more than an update may be."""
+    moved, eps = (
+        (after.double() - before.double()).norm(),
+        min(torch.finfo(one).eps for one in (before.dtype, torch.float32)),
+    )
+    return bool(moved <= ROUNDED * eps * before.double().norm())
 
 
 def _averaged(

@@ -28,6 +28,7 @@ RIGHT = {
             "ChangedInPlace",
             "Codebook",
             "TokensWeighed",
+            "ThereAndBack",
         ),
         NOT_JUDGED,
     ),
@@ -192,6 +193,7 @@ WRONG = {
     "CheckpointDropsOthers": "step 1: backward/body.1 (micro batch ",
     "WeighedNotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
     "DroppedApart": "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
+    "NotQuiteBack": "step 2: body.bias and 4 more changed between the update of step 1 and step 2",
     "RestByItsLabels": "step 1: first head, a term of the loss, counts 2.1 times as often as the rest",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
