@@ -180,10 +180,17 @@ def _kill(found: "list[psutil.Process]") -> None:
             process.kill()
 
 
+def _end(*_: object) -> None:
+    """Ends this process; once more in a second, as Python ignores what is raised in a callback, such as of a fork."""
+    signal.alarm(1)
+    sys.exit(0)
+
+
 def _hold_local_ray() -> int:
     """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    for each in (signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(each, _end)
     processes.end_with_parent(signal.SIGUSR1)
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1
@@ -202,6 +209,7 @@ def _hold_local_ray() -> int:
         while True:
             signal.pause()
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         shutdown(ray, clean=True)
         shutil.rmtree(folder, ignore_errors=True)
 
