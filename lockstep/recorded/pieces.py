@@ -39,7 +39,11 @@ def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor,
         return
     following = F.pad(ids[:, 1:], (0, 1), value=-1)
     wrong = (targets >= 0) & (targets != following)
-    wrong[:, -1] = False  # a window may be cut from a text that goes on: which token follows is not known
+    # A window may be cut from a text that goes on: which token follows its last one is not known. But where pieces were exchanged, that is the
+    # first one of a piece, and the end of the text is at a seam.
+    seams = piece.pieces.seams()
+    begins = torch.cat([ids[:, :1], ids[:, seams + 1]], 1)
+    wrong[:, -1] &= (targets[:, seams] < 0).any(1) & (targets[:, -1:] == begins).any(1)
     if wrong.any() and not wrong[:, inside].any():
         verdict.wrong.append(
             f"pieces do not lie where their positions say: the last position of the piece of rank {called.ranks[0]} is not trained to give the token after it"
