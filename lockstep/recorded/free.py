@@ -137,6 +137,7 @@ class Free:
             for (own, _), right in zip(recorded, rights, strict=True)
             for name, shards in own.items()
             if name.startswith("forward/") and name in right.modules
+            if len(shards) > 1  # else the reference's, which may be on disk, need not be read
             if (dim := _cut_dim([shard for _, shard in shards], right.modules[name])) is not None
         }
         self.cut |= found
@@ -191,7 +192,7 @@ def _cut_dim(shards: list[torch.Tensor], whole: torch.Tensor) -> int | None:
     """The dim along which the shards of ranks, in their order, are near this tensor; None if they are not."""
     for dim, length in enumerate(whole.shape):
         others = [one.shape[:dim] + one.shape[dim + 1 :] for one in (whole, *shards)]
-        if len(shards) > 1 and len(set(others)) == 1 and sum(one.shape[dim] for one in shards) == length:
+        if len(set(others)) == 1 and sum(one.shape[dim] for one in shards) == length:
             return dim if distance_of(torch.cat(shards, dim), whole).relative < IN_ORDER else None
     return None
 

@@ -358,10 +358,10 @@ class Ranks:
         twice = next((called for called in self.micro if len(called.ranks) > 1), None)
         if twice is None:
             return
-        where, why = (
-            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}",
-            self._not_divided(twice),
+        where = (
+            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
         )
+        why = self._not_divided(twice)
         if why:
             self.verdict.wrong.append(f"{where}, though {why}")
         else:

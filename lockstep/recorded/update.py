@@ -235,11 +235,9 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
 
 def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether a weight was taken elsewhere and back, as to its average for an evaluation. 16 bits round by more than an update may be."""
-    moved, eps = (
-        (after.double() - before.double()).norm(),
-        min(torch.finfo(one).eps for one in (before.dtype, torch.float32)),
-    )
-    return bool(moved <= ROUNDED * eps * before.double().norm())
+    eps = min(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
+    before = before.double()
+    return bool((after.double() - before).norm() <= ROUNDED * eps * before.norm())
 
 
 def _averaged(

@@ -76,9 +76,10 @@ def watch(recorder: Recorder) -> bool:
 def _see_weights(recorder: Recorder, engine: Any, keep: Callable[[str, torch.Tensor], None]) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
+    dtype = _dtype_of_copies(engine)
     for name, parameter in wrapped.named_parameters(recorder.model).items():
         whole = safe_get_full_fp32_param(parameter)
-        keep(name, parameter if whole is None else whole.to(_dtype_of_copies(engine)))
+        keep(name, parameter if whole is None else whole.to(dtype))
 
 
 def _dtype_of_copies(engine: Any) -> torch.dtype:
@@ -96,10 +97,11 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
         about["param_dtype"] = str(
             next(iter(names.values())).dtype
         )  # of the forward pass; the engine steps float32 copies
+    dtype = _dtype_of_copies(engine.optimizer)
     for name, parameter in names.items():
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            recorder.kept.keep_shard(f"gradient/{name}", gradient.to(_dtype_of_copies(engine.optimizer)))
+            recorder.kept.keep_shard(f"gradient/{name}", gradient.to(dtype))
     # Its tensors are those of the flat pieces, so they are left out.
     said, _ = described(engine.optimizer.optimizer, recorder.model, 0)
     if not _is_linked(recorder):
