@@ -186,7 +186,6 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
     from lockstep.running import jobs
 
-    outcome: dict[Planned, float | str] = {}
     # a strategy may be unable to change its mesh within a process (docs/findings.md)
     by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
@@ -196,6 +195,25 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
             mesh = row.largest(group.mesh)
             faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
             by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, row.name), *faulty]
+    outcome = run_all(by_mesh, folder)
+    replays = []
+    for group in groups:
+        ended = [
+            run
+            for run, seconds in outcome.items()
+            if run[0] is group and run[2] not in (BASELINE, CONTROL) and not isinstance(seconds, str)
+        ]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
+        replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
+    jobs.start_all_groups([(None, replays)], folder / "reference")
+    return outcome
+
+
+def run_all(by_mesh: dict[tuple[int, ...], list[Planned]], folder: Path) -> dict[Planned, float | str]:
+    """Run what is planned on each mesh. Returns seconds, or why it failed, by (group, fault name, strategy)."""
+    from lockstep.running import jobs
+
+    outcome: dict[Planned, float | str] = {}
     left = [(mesh, run) for mesh, runs in sorted(by_mesh.items()) for run in runs]
     while left:
         work = folder / f"jobs_{len(left)}"
@@ -209,16 +227,6 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
         if len(finished) < len(left):
             outcome[left[len(finished)][1]] = jobs.why(work, status)
         left = left[len(finished) + 1 :]
-    replays = []
-    for group in groups:
-        ended = [
-            run
-            for run, seconds in outcome.items()
-            if run[0] is group and run[2] not in (BASELINE, CONTROL) and not isinstance(seconds, str)
-        ]
-        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
-        replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
-    jobs.start_all_groups([(None, replays)], folder / "reference")
     return outcome
 
 
