@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep import judge
+from lockstep.faults.torch_handles import OwnChunk
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
 
@@ -423,6 +424,37 @@ class NeverSynced(Fsdp):
     def window(self):
         self.wrapped.set_requires_gradient_sync(False)
         return super().window()
+
+
+class ShardsNotReduced(Fsdp):
+    """Each rank keeps its own chunk of its own gradient."""
+
+    def wrap(self, net):
+        wrapped = super().wrap(net)
+        for module in self.unreduced(wrapped):
+            module.set_custom_reduce_scatter(OwnChunk())
+        return wrapped
+
+    def unreduced(self, net):
+        return [net, *net.model.layers]
+
+
+class ShardsOfALayer(ShardsNotReduced):
+    def unreduced(self, net):
+        return net.model.layers
+
+
+class ShardsOfOneRank(ShardsNotReduced):
+    """Rank 1 divides once more by the number of ranks."""
+
+    bound = None
+
+    def unreduced(self, net):
+        return []
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad.to_local().div_(1 + self.rank)
 
 
 class ClippedByShard(Fsdp):

@@ -16,6 +16,7 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import redrawn, update
+from lockstep.recorded.counts import Counts
 from lockstep.recorded.free import Free, columns_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
@@ -31,7 +32,6 @@ from lockstep.verdict.rows import StepVerdict, Wrong, described, judged
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
-ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
 KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
 
 
@@ -223,13 +223,17 @@ class _Step:
             if weighed.of_some:
                 yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            counts = Counts(self.of_ranks, self.gradients, self.clipped, columns, weighed)
+            if weighed.unexplained:
+                unknown = verdict.wrong.pop()
+                verdict.wrong.append(Wrong(unknown, counts.in_shards(self.gradients)))
             terms = fitted.weights[len(self.micro) :]
             means = self._means_of_ranks()
             if any(self._are_right(means, torch.cat([known, terms])) for known in weighed.known if means):
                 # No rank is the one to blame
                 self.of_ranks.say_of_unreduced(": each rank has its own, and their mean is right")
             elif self.of_ranks.unreduced:
-                self._count_on_odd_rank(columns, fitted.weights, weighed)
+                counts.on_odd_rank(fitted.weights)
         right = made_of(weights_of)
         rows = judged(
             verdict.step, self.gradients, right, yardstick, self.verdict.precision, kind="gradient/"
@@ -237,51 +241,13 @@ class _Step:
         verdict.rows += rows
         self._judge_kept_gradient(rows)
         if nominal is not None:
-            self._count_in_worst(rows, columns, weighed, nominal)
+            self.counted = counts.in_worst(rows, nominal)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if wrong and not modules_wrong:
             self._judge_rounding(after_modules)
         if 2 * sum(row.too_far for row in rows) > len(rows):
             verdict.wrong[after_modules:after_modules] = self.of_ranks.clipped_apart()
         return nominal, after_modules
-
-    def _count_in_worst(
-        self, rows: list[Judgement], columns: list[Gradients], weighed: Weighed, nominal: torch.Tensor
-    ) -> None:
-        """Measures how much each micro batch counts in the gradient that is farthest off, where most are right."""
-        worst = max(rows, key=lambda row: row.multiple)
-        name = worst.name.removeprefix("gradient/")
-        if not worst.too_far or self.gradients[name].numel() < ENOUGH * len(columns):
-            return
-        alone = normalisation.fit({name: self.gradients[name]}, columns, self.clipped)
-        counts = alone.weights[: len(self.micro)] / nominal
-        if alone.typical <= self.verdict.tolerated_weights < float(counts.max() - counts.min()):
-            self.counted = f"; in this gradient, {weighed.counts(alone.weights)}"
-
-    def _count_on_odd_rank(self, columns: list[Gradients], of_first: torch.Tensor, weighed: Weighed) -> None:
-        """Measures how much each micro batch counts in gradients that were not reduced, where another rank than the first has its own."""
-        odd, number = self.of_ranks.odd, len(self.micro)
-        own = {
-            name: part
-            for name in self.verdict.differ
-            if name in self.gradients
-            and (part := self.recording.part(odd, self.verdict.step, f"gradient/{name}")) is not None
-            and part.shape == self.gradients[name].shape
-        }
-        if sum(one.numel() for one in own.values()) < ENOUGH * len(columns):
-            return
-        found = normalisation.fit(own, columns, {name: self.ranks[odd].clipped(name) for name in own})
-        if not found.typical <= self.verdict.tolerated_weights:
-            return
-        least = self.verdict.tolerated_weights * float(of_first[:number].norm())
-        if float(found.weights[:number].norm()) <= least and any(one.any() for one in own.values()):
-            return  # they are those of further terms alone
-        times = found.weights[:number] / of_first[:number]
-        if float((times - times[0]).abs().max()) <= self.verdict.tolerated_weights * float(times[0].abs()):
-            why = f"; those of rank {odd} are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
-            self.of_ranks.say_of_unreduced(why, instead=True)
-        else:
-            self.of_ranks.say_of_unreduced(f"; on rank {odd}, {weighed.counts(found.weights)}")
 
     def _means_of_ranks(self) -> dict[str, torch.Tensor]:
         """Of the gradients that were not reduced, unless they were clipped since."""

@@ -65,6 +65,7 @@ class Weighed:
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.of_some = False  # whether some gradients alone are those of a known mean
+        self.unexplained = False  # whether no weights give the gradients
         self.tokens, self.divisors = list[int](), torch.ones(0)  # of the micro batches, and of their losses
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
         # Weights of the losses, exactly as they should be; None if they are not near that
@@ -111,7 +112,8 @@ class Weighed:
         self._judge_terms(fitted.weights, deviations, named.factor)
         if not is_mean:
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
-            if fitted.typical <= verdict.tolerated_weights:
+            self.unexplained = not fitted.typical <= verdict.tolerated_weights
+            if not self.unexplained:
                 said = self.counts(fitted.weights)
             nearest = f"{named.factor:.4g} x {named.weighting.label}"
             verdict.wrong.append(Wrong(f"{said}, as in no known mean (nearest: {nearest})"))

@@ -96,6 +96,13 @@ class Place(Strict):
     start: list[Whole] | None = None
     shape: list[Whole] | None = None
 
+    @property
+    def within(self) -> tuple[slice, ...]:
+        """A block's place in the whole tensor."""
+        return tuple(
+            slice(first, first + size) for first, size in zip(self.start or (), self.shape or (), strict=True)
+        )
+
 
 class Step(Strict):
     """One rank's file of one step."""

@@ -221,6 +221,7 @@ class Recording:
         if ranks is None and kind in ("gradient", "updated"):
             ranks = self.holders(step).get(own)
         replicas: dict[tuple, list[torch.Tensor]] = {}
+        within: dict[tuple, tuple[slice, ...]] = {}
         odd: list[int] = []
         full: list[int] = []
         for rank, about in self.steps[step - 1].items():
@@ -231,7 +232,7 @@ class Recording:
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
                 block = self._tensor(rank, step, f"{name}#{number}")
-                same = replicas.setdefault(key, [])
+                same, within[key] = replicas.setdefault(key, []), place.within
                 if same and not torch.equal(same[0], block):
                     odd.append(rank)
                 if mean or not same:
@@ -249,10 +250,8 @@ class Recording:
         if len(blocks) == 1:
             return blocks[0][1].reshape(full), odd
         result = torch.empty(full, dtype=blocks[0][1].dtype)
-        for (start, shape), block in blocks:
-            result[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))] = (
-                block
-            )
+        for key, block in blocks:
+            result[within[key]] = block
         return result, odd
 
     def batch(self, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
