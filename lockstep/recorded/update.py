@@ -295,7 +295,9 @@ def _judge_optimizer(
                 relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
             )
             said = f"{len(wrong)} of {len(rows)} {what} are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
-            verdict.wrong.append(Wrong(f"{said}off by {off:.1e} of the change, tolerated {allowed:.1e}"))
+            verdict.wrong.append(
+                Wrong(f"{said}off by {off:.1e} of the change, tolerated {allowed:.1e}{worst.times}")
+            )
 
 
 class _Updates:

@@ -47,11 +47,17 @@ TREE = dict[str, Any]
 
 
 def class_of(module: torch.nn.Module) -> type:
-    """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base."""
+    """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base.
+
+    One that was derived while the program runs, and has the name of its base, is a patch: the file's own class is what was meant.
+    """
     kind = type(module)
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
     while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
+        found = _found(kind)
+        if isinstance(found, type) and found is not kind and issubclass(kind, found):
+            return found
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
             raise UserError(
                 f"{kind.__module__}.{kind.__qualname__}: no file has this class by its name, so the model cannot be built again; "

@@ -126,13 +126,19 @@ class Judgement:
         distance = self.distance
         if distance.unequal or self.of_factor:
             return distance.unequal or self.of_factor
-        mostly = abs(distance.scale - 1) * distance.change > MOSTLY * distance.error
-        what = "it" if distance.change == distance.norm else "its change"
-        times = f"; {what} is {distance.scale:.5g} times the reference's" if mostly else ""
         return (
             f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
-            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}{times}"
+            f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}{self.times}"
         )
+
+    @property
+    def times(self) -> str:
+        """By what factor it is off, to be read after its errors, if these are mostly that; else ""."""
+        distance = self.distance
+        if abs(distance.scale - 1) * distance.change <= MOSTLY * distance.error:
+            return ""
+        what = "it" if distance.change == distance.norm else "its change"
+        return f"; {what} is {distance.scale:.5g} times the reference's"
 
 
 def add_pictures(

@@ -306,7 +306,7 @@ WRONG = {
         "context_parallel.py",
         "",
         {IDS: f'batch["input_ids"][:, {OTHER}]', CUT: CUT.replace("own", OTHER)},
-        "pieces do not lie where their positions say: the last position of the piece of rank ",
+        " is not trained to give the token after it: pieces do not lie where their positions say, or labels are shifted after ",
     ),
     "cp labels exchanged": (
         "context_parallel.py",

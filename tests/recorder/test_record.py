@@ -259,6 +259,18 @@ def test_a_class_that_was_sent_to_another_process(tmp_path):
         tree.describe(names["inside"]())
 
 
+def test_a_patched_class_is_the_one_whose_name_it_has():
+    """As where a method is replaced for one module alone. Negative control: another name is no file's class."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    plain, kind = tree.describe(net)[0], torch.nn.Linear
+    patched = {"__module__": kind.__module__, "forward": lambda self, x: kind.forward(self, x) * 2}
+    net[0].__class__ = type(kind.__name__, (kind,), patched)
+    assert tree.describe(net)[0] == plain
+    net[0].__class__ = type("Twice", (kind,), patched)
+    with pytest.raises(UserError, match="Twice: no file has this class by its name"):
+        tree.describe(net)
+
+
 def test_a_class_of_a_notebook_has_no_file(tmp_path, monkeypatch):
     loop = """
 import torch, lockstep

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from lockstep.recorded.pieces import judge
+from lockstep.recorded.pieces import explains, judge
 from lockstep.recorder import pieces
 from lockstep.recorder.called import Called, Piece
 
@@ -90,3 +90,13 @@ def test_which_token_follows_a_window_is_not_known(at, said):
     )
     judge(verdict, called[0], piece, window[:, :-1], found)
     assert len(verdict.wrong) == bool(said) and said in "".join(verdict.wrong)
+
+
+def test_what_explains_an_error():
+    """Negative controls: a tensor without an error, others of another shape, and one that leaves a tenth."""
+    right, wrong, near = ([torch.full((4, 2), value)] for value in (1.0, 3.0, 2.8))
+    assert explains(wrong, wrong, right)
+    assert not explains(right, right, right)
+    assert not explains(wrong, [torch.ones(2, 2)], [torch.ones(2, 2)])
+    assert not explains(wrong, near, right)
+    assert not explains(wrong, near, [torch.ones(2, 2)])
