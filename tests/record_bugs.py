@@ -223,6 +223,13 @@ class AllPositions(Right):
         return self.world * sum(given["labels"].numel() for given in window)
 
 
+class CountOfShiftedRows(Right):
+    """One more for each row, as where labels are counted that lose one by the shift."""
+
+    def tokens(self, window):
+        return super().tokens(window) + self.world * self.micro * SIZE
+
+
 class CountBeforeShift(Right):
     """The first label of a sample is counted, though nothing predicts it."""
 

@@ -302,6 +302,8 @@ class Weighed:
         )
         targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
         inside = sum(one[..., 1:].numel() for one in targets)
+        positions = sum(one.numel() for one in targets)
+        of_rows = self.verdict.tokens + positions - inside
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
         )  # micro batches of a rank at which a gradient arrived
@@ -326,9 +328,10 @@ class Weighed:
             "those that count": float(counting if counting != len(self.ranks[0].micro_batches) else 0),
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
-            "the positions of the global batch": float(sum(one.numel() for one in targets)),
+            "the positions of the global batch": float(positions),
             "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
+            "its tokens and one of each row": float(of_rows if of_rows not in (positions, labels) else 0),
             "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
             "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
             "the tokens of the mask": float(sum(int(one.count_nonzero()) for one in in_masks)),

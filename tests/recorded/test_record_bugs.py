@@ -102,6 +102,14 @@ BUGS = {
         31 / 32,
         "",
     ),
+    "CountOfShiftedRows": (
+        f"step 1: the gradient is 0.9574468 times {TOKENS}, which is the tokens of the global batch / "
+        "(its tokens and one of each row or the tokens of the first rank x the ranks or the tokens of the rank with the most x the ranks)"
+        f"{BEGINS}",
+        NAMED,
+        270 / 282,
+        "",
+    ),
     "CountOfOneMicroBatch": (
         "step 1: the micro batches count 0.5189, 0.5222, 0.527 (rank 0); 0.4811, 0.4778, 0.473 (rank 1), as in no known mean",
         UNEXPLAINED,
