@@ -364,6 +364,10 @@ for _ in range(3):
         return loss
     optimizer.step(closure)
 """
+# The first step is over when the model is found.
+EPOCHS = CLOSURE.replace("for _ in range(3):", "data = torch.randn(24, 4)\nfor number in range(4):").replace(
+    "given = torch.randn(8, 4)", "given = data[:8] if number == 3 else data[8 * number :][:8]\n    {order}"
+)
 # The first scale is so large that two steps are skipped.
 SCALED = """
 import torch
@@ -496,7 +500,9 @@ if __name__ == "__main__":
         (UNFROZEN.format(calls=2), 0, "PASS: 2 steps"),
         (UNFROZEN.format(calls=1), 1, "0.weight"),
         (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
-        (CLOSURE, 0, "whole run: 2 steps, 16 samples"),
+        (CLOSURE, 0, "whole run: 3 steps, 24 samples"),
+        (EPOCHS.format(order=""), 0, "whole run: 4 steps, 32 samples"),
+        (EPOCHS.format(order="given = data[8 * (number == 3) :][:8]"), 1, "16 samples were seen again before"),
         (SCALED.format(steps=9), 0, "PASS: 2 steps"),
         (
             SCALED.format(steps=1),
