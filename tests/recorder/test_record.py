@@ -628,6 +628,25 @@ def test_modules_beside_the_script(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.endswith("PASS: 2 steps; the loss itself is not judged\n")
 
 
+def test_settings_that_come_with_a_star(tmp_path, capsys, monkeypatch):
+    """A module beside the script reads the command line, which the judge's is not. Negative control: the value of the judge's own."""
+    (tmp_path / "its_settings.py").write_text("import sys\nSCALE = len(sys.argv)\n")
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    scaled = "from its_settings import *\nimport torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * SCALE\n"
+    script.write_text(scaled + CLOSURE.replace("torch.nn.Linear", "Net"))
+    monkeypatch.syspath_prepend("")
+    assert record.main(["--output", str(output), str(script), "a", "b", "c"]) == 0
+    monkeypatch.delitem(sys.modules, "its_settings")
+    assert judge.main([str(output)]) == 0
+    assert capsys.readouterr().out.endswith("PASS: 2 steps; the loss itself is not judged\n")
+    about = json.loads((output / "model.json").read_text())
+    (found,) = about["tree"]["scripts"].values()
+    assert found["values"]["SCALE"] == 4
+    found["values"]["SCALE"] = 5
+    (output / "model.json").write_text(json.dumps(about))
+    assert judge.main([str(output)]) == 1
+
+
 MEAN = "(net(ids, targets)[1] / 2).backward()"
 TOKENS = "(net(ids, targets)[1] * (14 - 2 * number) / 26).backward()"
 FROM_LOGITS = "out = net(ids).flatten(0, 1); (torch.nn.functional.cross_entropy(out, targets.flatten(), ignore_index=-1) / {by}).backward()"
