@@ -6,8 +6,10 @@
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -2399,3 +2402,34 @@ class Expert(Heads):
     def forward(self, values):
         (expert,) = self.experts.values()
         return super().forward(expert(values))
+
+
+class Argument(NamedTuple):
+    name: str
+    kind: Any
+    default: Any
+
+
+class KeepsItsArguments(Own):
+    """As PyTorch Geometric's layers, and those of x-transformers keep which kernels they may take."""
+
+    def made(self):
+        return Inspected()
+
+
+class KeepsItsArgumentsScaled(KeepsItsArguments):
+    def reduce(self):
+        self.net.one.weight.grad *= 1.5
+
+
+class Inspected(Heads):
+    def __init__(self):
+        super().__init__()
+        self.arguments = {"values": Argument("values", torch.Tensor | None, inspect.Parameter.empty)}
+        self.kernels = [SDPBackend.MATH]
+
+    def forward(self, values):
+        (argument,) = self.arguments.values()
+        assert argument.kind == torch.Tensor | None and argument.default is inspect.Parameter.empty
+        with sdpa_kernel(self.kernels):
+            return super().forward(values)
