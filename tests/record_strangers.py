@@ -2404,6 +2404,72 @@ class Expert(Heads):
         return super().forward(expert(values))
 
 
+class Chunked(Own):
+    """As torchtune: logits in chunks of tokens, sums over tokens, and gradients that are divided by all tokens after the backward pass."""
+
+    def made(self):
+        return InChunks()
+
+    def sample(self, generator):
+        ids, labels = classes(generator, 7, (4, 6)), classes(generator, 7, (4, 6))
+        labels[: 1 + self.rank] = IGNORED
+        labels[:, :2] = IGNORED  # no token of the first chunk counts
+        return ids, labels
+
+    def loss(self, given, tokens):
+        ids, labels = given
+        chunks = zip(self.wrapped(ids), labels.chunk(3, 1), strict=True)
+        return sum(F.cross_entropy(one.flatten(0, 1), of.flatten(), reduction="sum") for one, of in chunks)
+
+    def tokens_of_all(self):
+        return self.micro * 4 * (3 + 2)
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad *= self.world / self.tokens_of_all()
+
+
+class ChunkedOfOneRank(Chunked):
+    """The tokens of the other ranks are not counted."""
+
+    def tokens_of_all(self):
+        return self.micro * 4 * 3
+
+
+class InChunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, ids):
+        return [self.head(one) for one in self.embedding(ids).chunk(3, 1)]
+
+
+class TwoAlike(Own):
+    """Two heads of as many classes, whose losses are summed: they are no chunks of one tensor."""
+
+    def made(self):
+        return AlikeHeads()
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 6)), classes(generator, 3, (4, 6)), classes(generator, 3, (4, 6))
+
+    def own_loss(self, given):
+        ids, *labels = given
+        both = zip(self.wrapped(ids), labels, strict=True)
+        return sum(F.cross_entropy(one.flatten(0, 1), of.flatten()) for one, of in both)
+
+
+class AlikeHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.one, self.two = nn.Embedding(7, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        inside = self.embedding(ids)
+        return self.one(inside), self.two(inside)
+
+
 class Argument(NamedTuple):
     name: str
     kind: Any
