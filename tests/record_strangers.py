@@ -2499,3 +2499,29 @@ class Inspected(Heads):
         assert argument.kind == torch.Tensor | None and argument.default is inspect.Parameter.empty
         with sdpa_kernel(self.kernels):
             return super().forward(values)
+
+
+class PlacesScaled(Own):
+    """The model has no more places than a row has tokens, so ranks cannot have pieces of longer rows."""
+
+    def made(self):
+        return Placed()
+
+    def wrap(self, net):
+        net.places.forward = lambda at: 0.9 * F.embedding(at, net.places.weight)
+        return super().wrap(net)
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 6)), classes(generator, 7, (4, 6))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).flatten(0, 1), given[1].flatten())
+
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(7, 8), nn.Embedding(6, 8), nn.Linear(8, 7)
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
