@@ -31,6 +31,7 @@ RIGHT = {
             "ThereAndBack",
             "TwoAlike",
             "KeepsItsArguments",
+            "GradientOfABuffer",
         ),
         NOT_JUDGED,
     ),
@@ -199,6 +200,7 @@ WRONG = {
     "RestByItsLabels": "step 1: first head, a term of the loss, counts 2.1 times as often as the rest",
     "ChunkedOfOneRank": "step 1: the gradient is 1.666667 times that of the mean over all tokens of the global batch",
     "KeepsItsArgumentsScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: all of it is 1.5 times",
+    "GradientOfABufferScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: relative error 5.00e-01",
     "PlacesScaled": "step 1: forward/places (micro batch 0, rank 0) is the first of ",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }

@@ -502,7 +502,11 @@ if __name__ == "__main__":
         (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
         (CLOSURE, 0, "whole run: 3 steps, 24 samples"),
         (EPOCHS.format(order=""), 0, "whole run: 4 steps, 32 samples"),
-        (EPOCHS.format(order="given = data[8 * (number == 3) :][:8]"), 1, "16 samples were seen again before"),
+        (
+            EPOCHS.format(order="given = data[8 * (number == 3) :][:8]"),
+            1,
+            "16 samples were seen again before",
+        ),
         (SCALED.format(steps=9), 0, "PASS: 2 steps"),
         (
             SCALED.format(steps=1),
