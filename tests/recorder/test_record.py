@@ -533,6 +533,11 @@ def test_unusual_scripts(tmp_path, capsys, text, status, said):
     assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
 
 
+WARMED_UP = (
+    "made = torch.optim.lr_scheduler; kinds = made.LinearLR, made.ConstantLR; "
+    "optimizer.all = getattr(optimizer, 'all', None) or made.SequentialLR(optimizer, [kind(optimizer) for kind in kinds], [4]); "
+    "optimizer.all.step()"
+)
 LOADED = """
 import torch
 import helper
@@ -561,6 +566,13 @@ main()
         (
             list(range(12)),
             "schedule.step(); helper.step(schedule)",
+            "2 times in a step, by __main__ and helper",
+        ),
+        # One that steps others in turn is stepped once.
+        (list(range(12)), WARMED_UP, ""),
+        (
+            list(range(12)),
+            f"{WARMED_UP}; helper.step(optimizer.all)",
             "2 times in a step, by __main__ and helper",
         ),
     ],
