@@ -24,6 +24,8 @@ from lockstep.ground.flags import Parser
 if TYPE_CHECKING:
     import torch
 
+    from lockstep.recorder.recorder import Recorder
+
 
 def main(argv: list[str] | None = None) -> int:
     from lockstep.recorder.recorder import EVERY_MODULE, STEPS
@@ -99,8 +101,8 @@ class _Finding:
         self.make = functools.partial(
             Recorder, folder=output, steps=steps, modules=modules, loaders=self.loaders
         )
-        # Called inside of an optimizer's step, whose begin was missed
-        self.in_closure: torch.nn.Module | None = None
+        # Called inside of an optimizer's step, whose begin was missed; and with what
+        self.in_closure: tuple[torch.nn.Module, tuple, dict[str, Any]] | None = None
         real: Callable[..., Any] = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -114,7 +116,7 @@ class _Finding:
             first = self.recorder is None or _is_part_of(self.recorder.model, wrapped.inner(module))
             if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
-                    self.in_closure = self.in_closure or module
+                    self.in_closure = self.in_closure or (module, arguments, options)
                 else:
                     self._record(module)
             return real(module, *arguments, **options)
@@ -128,7 +130,8 @@ class _Finding:
             self.updating = False
             if self.in_closure is not None:
                 self._restore()
-                self._record(self.in_closure)
+                module, arguments, options = self.in_closure
+                self._record(module).see_missed_step(arguments, options)
 
         hooks = (
             optimizer.register_optimizer_step_pre_hook(begins),
@@ -146,10 +149,11 @@ class _Finding:
         self._restore = restore
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
-    def _record(self, module: "torch.nn.Module") -> None:
+    def _record(self, module: "torch.nn.Module") -> "Recorder":
         if self.recorder is not None:
             self.recorder.discard()
         self.recorder = self.make(module)
+        return self.recorder
 
     def stop(self) -> None:
         # The recorder has put its own functions in the places of these: what came last goes first.

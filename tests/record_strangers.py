@@ -6,8 +6,10 @@
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -2399,3 +2402,152 @@ class Expert(Heads):
     def forward(self, values):
         (expert,) = self.experts.values()
         return super().forward(expert(values))
+
+
+class Chunked(Own):
+    """As torchtune: logits in chunks of tokens, sums over tokens, and gradients that are divided by all tokens after the backward pass."""
+
+    def made(self):
+        return InChunks()
+
+    def sample(self, generator):
+        ids, labels = classes(generator, 7, (4, 6)), classes(generator, 7, (4, 6))
+        labels[: 1 + self.rank] = IGNORED
+        labels[:, :2] = IGNORED  # no token of the first chunk counts
+        return ids, labels
+
+    def loss(self, given, tokens):
+        ids, labels = given
+        chunks = zip(self.wrapped(ids), labels.chunk(3, 1), strict=True)
+        return sum(F.cross_entropy(one.flatten(0, 1), of.flatten(), reduction="sum") for one, of in chunks)
+
+    def tokens_of_all(self):
+        return self.micro * 4 * (3 + 2)
+
+    def reduce(self):
+        for one in self.net.parameters():
+            one.grad *= self.world / self.tokens_of_all()
+
+
+class ChunkedOfOneRank(Chunked):
+    """The tokens of the other ranks are not counted."""
+
+    def tokens_of_all(self):
+        return self.micro * 4 * 3
+
+
+class InChunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, ids):
+        return [self.head(one) for one in self.embedding(ids).chunk(3, 1)]
+
+
+class TwoAlike(Own):
+    """Two heads of as many classes, whose losses are summed: they are no chunks of one tensor."""
+
+    def made(self):
+        return AlikeHeads()
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 6)), classes(generator, 3, (4, 6)), classes(generator, 3, (4, 6))
+
+    def own_loss(self, given):
+        ids, *labels = given
+        both = zip(self.wrapped(ids), labels, strict=True)
+        return sum(F.cross_entropy(one.flatten(0, 1), of.flatten()) for one, of in both)
+
+
+class AlikeHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.one, self.two = nn.Embedding(7, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        inside = self.embedding(ids)
+        return self.one(inside), self.two(inside)
+
+
+class Argument(NamedTuple):
+    name: str
+    kind: Any
+    default: Any
+
+
+class KeepsItsArguments(Own):
+    """As PyTorch Geometric's layers, and those of x-transformers keep which kernels they may take."""
+
+    def made(self):
+        return Inspected()
+
+
+class KeepsItsArgumentsScaled(KeepsItsArguments):
+    def reduce(self):
+        self.net.one.weight.grad *= 1.5
+
+
+class Inspected(Heads):
+    def __init__(self):
+        super().__init__()
+        self.arguments = {"values": Argument("values", torch.Tensor | None, inspect.Parameter.empty)}
+        self.kernels = [SDPBackend.MATH]
+
+    def forward(self, values):
+        (argument,) = self.arguments.values()
+        assert argument.kind == torch.Tensor | None and argument.default is inspect.Parameter.empty
+        with sdpa_kernel(self.kernels):
+            return super().forward(values)
+
+
+class PlacesScaled(Own):
+    """The model has no more places than a row has tokens, so ranks cannot have pieces of longer rows."""
+
+    def made(self):
+        return Placed()
+
+    def wrap(self, net):
+        net.places.forward = lambda at: 0.9 * F.embedding(at, net.places.weight)
+        return super().wrap(net)
+
+    def sample(self, generator):
+        return classes(generator, 7, (4, 6)), classes(generator, 7, (4, 6))
+
+    def own_loss(self, given):
+        return F.cross_entropy(self.wrapped(given[0]).flatten(0, 1), given[1].flatten())
+
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(7, 8), nn.Embedding(6, 8), nn.Linear(8, 7)
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+class GradientOfABuffer(Own):
+    """As vector-quantize-pytorch begins its losses: with a buffer of zero that requires a gradient."""
+
+    def made(self):
+        return FromZero()
+
+    def own_loss(self, given):
+        (first, second), penalty = self.wrapped(given[0])
+        return F.cross_entropy(first, given[1]) + F.cross_entropy(second, given[2]) + penalty
+
+
+class GradientOfABufferScaled(GradientOfABuffer):
+    def reduce(self):
+        self.net.one.weight.grad *= 1.5
+
+
+class FromZero(Heads):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("zero", torch.tensor(0.0))
+
+    def forward(self, values):
+        found = super().forward(values)
+        return found, self.zero.requires_grad_() + found[0].square().mean()

@@ -247,7 +247,7 @@ class Model(Passes):
         known = dict(self.model.named_buffers())
         for name, tensor in buffers.items():
             if name in known and known[name].shape == tensor.shape:
-                known[name].copy_(tensor)
+                known[name].detach().copy_(tensor)  # a forward pass may have asked for its gradient
             elif ":" not in name:
                 place, _, key = name.rpartition(".")
                 self.model.get_submodule(place)._buffers[key] = tensor.clone()

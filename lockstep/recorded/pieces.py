@@ -97,7 +97,9 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
                 assert positions is not None
                 instead = {"position_ids": positions, "attention_mask": mask}
                 called = replace(members[0], tensors=tensors, instead=instead)
-                whole = reference.outputs(called).get(name, observed[0])
+                whole = reference.outputs(called).get(name)
+                if whole is None:  # such as of more positions than there are
+                    continue
                 parts = [cut.cut(whole, number, own.shape) for number, own in enumerate(observed)]
                 if not explains(observed, parts, right):
                     continue

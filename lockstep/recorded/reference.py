@@ -214,9 +214,10 @@ class Reference(Model):
         return returned
 
     def _begun_at(self, called: Called, returned: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Begin the backward pass with what arrived at what the model returned. Returns that, if it is one tensor."""
+        """Begin the backward pass with what arrived at what the model returned. Returns that, if it is one tensor, or pieces of one."""
         if called.piece is not None:
             returned = {name: called.piece.cut(one) for name, one in returned.items()}
+        called.fill_chunks(returned)
         begun = {name: one.to(returned[name].dtype) for name, one in called.arrived.items()}
         begun |= {name: returned[name].new_tensor(one) for name, one in called.about.scalars.items()}
         for name, one in begun.items():
@@ -226,7 +227,7 @@ class Reference(Model):
                     "so each rank is given a shard of it; return the whole, or a DTensor"
                 )
         torch.autograd.backward([returned[name] for name in begun], list(begun.values()))
-        return returned[next(iter(begun))] if len(begun) == 1 else None
+        return called.whole_of([returned[name] for name in begun])
 
     @functools.cached_property
     def _trains_on_means(self) -> bool:

@@ -4,6 +4,7 @@ import collections
 import functools
 import importlib
 import json
+import operator
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,7 +123,11 @@ class Building:
             case "module":
                 return self.modules[inside]
             case "enum":
-                return self.named(inside)[value["name"]]
+                return getattr(self.named(inside), value["name"])
+            case "namedtuple":
+                return self.named(inside)(*map(self.value, value["values"]))
+            case "annotation":
+                return operator.getitem(*map(self.value, inside))
             case "partial":
                 function, arguments, options = map(self.value, inside)
                 return functools.partial(function, *arguments, **options)

@@ -53,6 +53,27 @@ class Called:
         about = self.about.model_copy(update={"scalars": scalars})
         return replace(self, about=about, arrived=arrived, beside=beside)
 
+    def whole_of(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """One tensor, or chunks of the rows of tokens, such as of logits; None for others, such as those of several heads."""
+        if len(tensors) < 2:
+            return next(iter(tensors), None)
+        if tensors[0].ndim != 3 or len({one.shape[::2] for one in tensors}) > 1:
+            return None
+        rows = (len(tensors[0]), sum(one.shape[1] for one in tensors))
+        known = any(one.shape == rows and not one.is_floating_point() for one in self.tensors.values())
+        return torch.cat(tensors, 1) if known else None
+
+    def fill_chunks(self, returned: dict[str, torch.Tensor]) -> None:
+        """Of chunks, zeros arrived where no token counts: let them be there, and all in their order."""
+        some = next(iter(self.arrived.values()), None)
+        if some is None or some.ndim != 3:
+            return
+        alike = {name: one for name, one in returned.items() if one.shape[::2] == some.shape[::2]}
+        if self.arrived.keys() <= alike.keys() and self.whole_of([*alike.values()]) is not None:
+            self.arrived = {
+                name: self.arrived.get(name, some.new_zeros(one.shape)) for name, one in alike.items()
+            }
+
     @property
     def first(self) -> "Called":
         """The first piece of its samples."""

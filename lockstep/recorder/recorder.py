@@ -83,6 +83,11 @@ class Recorder(Updates):
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
+    def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
+        """Of a step that was over when the recording began, and what the model was called with: its samples count in the whole run."""
+        self.whole_run.see_call(self._given(arguments, options))
+        self.whole_run.stepped = True
+
     def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
         self.scale = scaler.get_scale()  # 1 if it is not enabled
 

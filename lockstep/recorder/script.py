@@ -58,13 +58,14 @@ class Definitions:
 
     def find(self, path: str, value: Callable[[Any], Any]) -> Any:
         needed = self.script.needed({path.partition(".")[0], STAR}, self.values.__contains__)
-        for name in sorted((needed & self.values.keys()) - self.done):
-            self.done.add(name)
-            setattr(self.module, name, value(self.values[name]))
+        given = {name: value(self.values[name]) for name in sorted((needed & self.values.keys()) - self.done)}
+        self.done |= given.keys()
+        vars(self.module).update(given)
         for statement, bound in self.script.statements:
             if statement not in self.done and bound & needed - self.values.keys():
                 self.done.add(statement)
                 self._run(statement)
+                vars(self.module).update(given)  # which an `import *` computes again
         return functools.reduce(getattr, path.split("."), self.module)
 
     def _run(self, statement: ast.stmt) -> None:

@@ -13,6 +13,7 @@ import importlib
 import math
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,11 @@ PACKAGES = {
     "builtins",
     "collections",
     "functools",
+    "inspect",
     "math",
     "torch",
     "types",
+    "typing",
 }  # whose functions and classes a tree may name, beside the model's own
 PLAIN = (type(None), bool, int, str)
 SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
@@ -189,6 +192,9 @@ class Describing:
         for kind, make in SEQUENCES.items():
             if type(value) is make:
                 return {kind: self._all(value, where)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            self._require_named(type(value))
+            return {"namedtuple": name_of(type(value)), "values": self._all(value, where)}
         if type(value) in (dict, collections.OrderedDict):
             return {
                 "dict": [self._all(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
@@ -201,7 +207,7 @@ class Describing:
             return self._tensor(value, where)
         if isinstance(value, torch.nn.Module):
             return self._module(value)
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):  # also of C++
             self._require_named(type(value))
             return {"enum": name_of(type(value)), "name": value.name}
         if isinstance(value, functools.partial):
@@ -214,7 +220,21 @@ class Describing:
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             self._require_named(value)
             return {"named": name_of(value)}
+        if typing.get_origin(value) is not None or type(value).__module__ == "typing":
+            return self._annotation(value, where)
         return self._object(value, where)
+
+    def _annotation(self, value: Any, where: str) -> TREE:
+        """Such as Union, or Union[Tensor, None]: a module may keep those of a method."""
+        origin = typing.get_origin(value)
+        if origin is None:
+            name = str(value).removeprefix("typing.")
+            if getattr(typing, name, None) is not value:
+                raise _Unnamed(f"{value}, which typing does not have")
+            return {"named": f"typing:{name}"}
+        made_of = typing.Union if origin is types.UnionType else origin
+        inside = tuple(None if one is types.NoneType else one for one in typing.get_args(value))
+        return {"annotation": [self.value(one, where) for one in (made_of, inside)]}
 
     def _all(self, values: Iterable[Any], where: str) -> list[Any]:
         return [self.value(one, f"{where}.{number}") for number, one in enumerate(values)]
@@ -287,7 +307,12 @@ def package_of(name: str) -> str:
 def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
     module = str(script_of(_globals(value))) if value.__module__ == "__main__" else value.__module__
-    return f"{module}:{value.__qualname__}"
+    return f"{module}:{_path(value)}"
+
+
+def _path(value: Any) -> str:
+    """Classes of C++ may have been given another name than the qualified one."""
+    return str(value.__name__ if type(value).__name__ == "pybind11_type" else value.__qualname__)
 
 
 def script_of(names: TREE) -> Path:
@@ -312,7 +337,7 @@ def _found(value: Any) -> Any:
     if names is not vars(sys.modules["__main__"]):
         return None if "<locals>" in value.__qualname__ else value
     try:
-        return attribute_of(importlib.import_module(value.__module__), value.__qualname__)
+        return attribute_of(importlib.import_module(value.__module__), _path(value))
     except (AttributeError, ImportError, ValueError):
         return None
 

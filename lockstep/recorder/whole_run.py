@@ -75,7 +75,7 @@ class WholeRun:
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
-            see_calls(torch.optim.lr_scheduler.LRScheduler, "step", self._see_schedule),
+            *(see_calls(kind, "step", self._see_schedule) for kind in _schedules()),
         ]
         self.loaders = loaders or Loaders()
         if loaders is None:
@@ -182,3 +182,10 @@ class WholeRun:
         if self.stepped:
             self._end_step()
         self.write()
+
+
+def _schedules() -> list[type]:
+    """Classes with a step of their own, such as those that step others in turn."""
+    found = vars(torch.optim.lr_scheduler).values()
+    base = torch.optim.lr_scheduler.LRScheduler
+    return [one for one in found if isinstance(one, type) and issubclass(one, base) and "step" in vars(one)]

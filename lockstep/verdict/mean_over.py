@@ -123,7 +123,7 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
             mean.tokens = int((mean.targets != -1).sum())
         mean.divisor = told or mean.tokens
     else:
-        gradient = next(iter(called.arrived.values()), None)
+        gradient = called.whole_of(list(called.arrived.values()))
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is None or recognised is None:
             return mean

@@ -29,6 +29,9 @@ RIGHT = {
             "Codebook",
             "TokensWeighed",
             "ThereAndBack",
+            "TwoAlike",
+            "KeepsItsArguments",
+            "GradientOfABuffer",
         ),
         NOT_JUDGED,
     ),
@@ -43,7 +46,7 @@ RIGHT = {
         ("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "StatisticsReset", "Padded"),
         NOT_SEEN,
     ),
-    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain"), NOT_SEEN),
+    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked"), NOT_SEEN),
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
     ),
@@ -195,6 +198,10 @@ WRONG = {
     "DroppedApart": "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
     "NotQuiteBack": "step 2: body.bias and 4 more changed between the update of step 1 and step 2",
     "RestByItsLabels": "step 1: first head, a term of the loss, counts 2.1 times as often as the rest",
+    "ChunkedOfOneRank": "step 1: the gradient is 1.666667 times that of the mean over all tokens of the global batch",
+    "KeepsItsArgumentsScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: all of it is 1.5 times",
+    "GradientOfABufferScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: relative error 5.00e-01",
+    "PlacesScaled": "step 1: forward/places (micro batch 0, rank 0) is the first of ",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {

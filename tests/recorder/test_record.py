@@ -376,6 +376,10 @@ for _ in range(3):
         return loss
     optimizer.step(closure)
 """
+# The first step is over when the model is found.
+EPOCHS = CLOSURE.replace("for _ in range(3):", "data = torch.randn(24, 4)\nfor number in range(4):").replace(
+    "given = torch.randn(8, 4)", "given = data[:8] if number == 3 else data[8 * number :][:8]\n    {order}"
+)
 # The first scale is so large that two steps are skipped.
 SCALED = """
 import torch
@@ -508,7 +512,13 @@ if __name__ == "__main__":
         (UNFROZEN.format(calls=2), 0, "PASS: 2 steps"),
         (UNFROZEN.format(calls=1), 1, "0.weight"),
         (COMMUNICATES, 2, "its forward pass communicates, which one process cannot"),
-        (CLOSURE, 0, "whole run: 2 steps, 16 samples"),
+        (CLOSURE, 0, "whole run: 3 steps, 24 samples"),
+        (EPOCHS.format(order=""), 0, "whole run: 4 steps, 32 samples"),
+        (
+            EPOCHS.format(order="given = data[8 * (number == 3) :][:8]"),
+            1,
+            "16 samples were seen again before",
+        ),
         (SCALED.format(steps=9), 0, "PASS: 2 steps"),
         (
             SCALED.format(steps=1),
@@ -535,6 +545,11 @@ def test_unusual_scripts(tmp_path, capsys, text, status, said):
     assert said in captured.out + captured.err and (text != UNCOPIED or "to the end" in captured.out)
 
 
+WARMED_UP = (
+    "made = torch.optim.lr_scheduler; kinds = made.LinearLR, made.ConstantLR; "
+    "optimizer.all = getattr(optimizer, 'all', None) or made.SequentialLR(optimizer, [kind(optimizer) for kind in kinds], [4]); "
+    "optimizer.all.step()"
+)
 LOADED = """
 import torch
 import helper
@@ -563,6 +578,13 @@ main()
         (
             list(range(12)),
             "schedule.step(); helper.step(schedule)",
+            "2 times in a step, by __main__ and helper",
+        ),
+        # One that steps others in turn is stepped once.
+        (list(range(12)), WARMED_UP, ""),
+        (
+            list(range(12)),
+            f"{WARMED_UP}; helper.step(optimizer.all)",
             "2 times in a step, by __main__ and helper",
         ),
     ],
@@ -632,6 +654,25 @@ def test_modules_beside_the_script(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "beside_it")
     assert str(tmp_path) not in sys.path and judge.main([str(output)]) == 0
     assert capsys.readouterr().out.endswith("PASS: 2 steps; the loss itself is not judged\n")
+
+
+def test_settings_that_come_with_a_star(tmp_path, capsys, monkeypatch):
+    """A module beside the script reads the command line, which the judge's is not. Negative control: the value of the judge's own."""
+    (tmp_path / "its_settings.py").write_text("import sys\nSCALE = len(sys.argv)\n")
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    scaled = "from its_settings import *\nimport torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * SCALE\n"
+    script.write_text(scaled + CLOSURE.replace("torch.nn.Linear", "Net"))
+    monkeypatch.syspath_prepend("")
+    assert record.main(["--output", str(output), str(script), "a", "b", "c"]) == 0
+    monkeypatch.delitem(sys.modules, "its_settings")
+    assert judge.main([str(output)]) == 0
+    assert capsys.readouterr().out.endswith("PASS: 2 steps; the loss itself is not judged\n")
+    about = json.loads((output / "model.json").read_text())
+    (found,) = about["tree"]["scripts"].values()
+    assert found["values"]["SCALE"] == 4
+    found["values"]["SCALE"] = 5
+    (output / "model.json").write_text(json.dumps(about))
+    assert judge.main([str(output)]) == 1
 
 
 MEAN = "(net(ids, targets)[1] / 2).backward()"
