@@ -8,13 +8,17 @@ import torch
 
 from lockstep.recorded.reference import Reference
 from lockstep.recorder.called import LOG_PROBS, Called
+from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
-from lockstep.verdict.normalisation import Gradients, Sum
+from lockstep.verdict.normalisation import Accumulated, Gradients, Sum
 from lockstep.verdict.rows import StepVerdict, judged
+
+# Machine epsilons that the weight of a micro batch may be off by: its loss is divided and scaled in the dtype of the run, and gradients are clipped
+SCALARS = 2
 
 
 class Alone:
@@ -70,13 +74,10 @@ class Alone:
         """
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
-        right, near = (Sum(observed, columns, weights, clipped) for columns in (self.right, self.near))
-        told = self.exact.recording.steps[0][0].micro_batches[0].reduce_dtype
-        # Or in that of the weights, as with copies of them in float32
-        reduced_in = {
-            name: getattr(torch, told.removeprefix("torch.")) if told else one.dtype
-            for name, one in self.exact.recording.skeleton.named_parameters()
-        }
+        reduced_in = self._reduced_in(observed)
+        weights = self._measured(observed, weights, clipped, reduced_in)
+        right = Sum(observed, self.right, weights, clipped)
+        near = Accumulated(observed, self.near, weights, clipped, reduced_in)
         rows = judged(
             self.verdict.step,
             observed,
@@ -88,3 +89,34 @@ class Alone:
             dtypes=reduced_in,
         )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)
+
+    def _reduced_in(self, observed: Gradients) -> dict[str, torch.dtype]:
+        """The dtypes in which gradients are added up. Those that are read of copies in float32 have less in them than these."""
+        recording = self.exact.recording
+        micro = recording.steps[0][0].micro_batches[0]
+        told = micro.reduce_dtype or micro.param_dtype
+        begun = {name: one.dtype for name, one in recording.skeleton.named_parameters()}
+        return {
+            name: getattr(torch, told.removeprefix("torch."))
+            if told
+            else max(begun[name], observed[name].dtype, key=_eps)
+            for name in observed
+        }
+
+    def _measured(
+        self,
+        observed: Gradients,
+        weights: torch.Tensor,
+        clipped: dict[str, float],
+        dtypes: dict[str, torch.dtype],
+    ) -> torch.Tensor:
+        """`weights` as they were after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by."""
+        eps = max(map(_eps, dtypes.values()))
+        if eps <= _eps(torch.float32):
+            return weights
+        found = normalisation.fit(observed, self.near, clipped).weights
+        return found if bool(((found / weights - 1).abs() <= SCALARS * eps).all()) else weights
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

@@ -163,6 +163,29 @@ class Sum(Mapping[str, torch.Tensor]):
         return len(self.like)
 
 
+class Accumulated(Sum):
+    """The same in the dtype of each tensor, as a run adds up the gradients of its micro batches: it rounds every time."""
+
+    def __init__(
+        self,
+        like: Gradients,
+        columns: list[Gradients],
+        weights: torch.Tensor,
+        factors: Factors | None,
+        dtypes: Mapping[str, torch.dtype],
+    ):
+        super().__init__(like, columns, weights, factors)
+        self.dtypes = dtypes
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        total = None
+        for weight, column in self.of(name):
+            # Half of the sums of two numbers of 16 bits lie between two such: what is added is rounded, too, so that as many go up as down
+            own = (column[name].double() * weight).to(self.dtypes[name])
+            total = own if total is None else total + own
+        return super().__getitem__(name) if total is None else total.double()
+
+
 def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
     """A tensor in flat pieces in float64, so that memory has none of the size of a tensor for each column."""
     found = gradients.of(name) if isinstance(gradients, Sum) else []
