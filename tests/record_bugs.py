@@ -433,6 +433,21 @@ class NeverSynced(Fsdp):
         return super().window()
 
 
+class AllBfloat16(MicroMeans):
+    """Weights, gradients and their sums in bfloat16, though the model was in float32 when the recording began."""
+
+    def model(self):
+        return tiny("tiny-qwen2", num_hidden_layers=2)
+
+    def wrap(self, net):
+        return super().wrap(net.bfloat16())
+
+
+class AllBfloat16Scaled(AllBfloat16):
+    def reduce(self):
+        self.net.model.layers[1].self_attn.q_proj.weight.grad *= 1.0625
+
+
 class ShardsNotReduced(Fsdp):
     """Each rank keeps its own chunk of its own gradient."""
 

@@ -8,6 +8,7 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.verdict.factors import NOTHING, Factor, Factors
 from lockstep.verdict.lazy import Lazy, OnDisk
+from lockstep.verdict.normalisation import Accumulated, Sum
 
 SHAPE = (4, 64, 128)
 NOISE = 2e-3  # relative
@@ -96,6 +97,17 @@ def test_what_float32_leaves_is_no_factor():
     right = torch.randn(SHAPE, dtype=torch.float64)
     assert not found(right * (1 + NOTHING / 2), right, right)
     assert found(right * (1 + 2 * NOTHING), right, right)
+
+
+def test_sums_in_16_bits_have_no_factor():
+    """Negative control: half of all sums lie between two numbers, and weights that are off by 1e-5 send all of these to one side."""
+    terms = [torch.randn(128, 64).bfloat16() for _ in range(2)]
+    own, weights = terms[0] + terms[1], torch.tensor([1 + 1e-5] * 2)
+    columns = [{"weight": one.double()} for one in terms]
+    near = Accumulated({"weight": own}, columns, weights, None, {"weight": torch.bfloat16})["weight"]
+    assert torch.equal(near, own.double())
+    off = Sum({"weight": own}, columns, weights)["weight"].bfloat16().double() - own
+    assert float((off * own.sign()).sum() / own.double().abs().sum()) > 1e-4
 
 
 @pytest.mark.parametrize("size, is_seen", [(2.0**-44, False), (2.0**-30, True)])
