@@ -1,12 +1,13 @@
 """A model that is built again of the tree that lockstep/recorder/tree.py made of it."""
 
+import builtins
 import collections
 import functools
 import importlib
 import json
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def _enlist(module: torch.nn.Module) -> None:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None and hasattr(module, "_can_record_outputs"):
         capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+HARMLESS = {
+    *(one for one in vars(builtins).values() if isinstance(one, type)),
+    *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
+}
 
 
 class Building:
@@ -93,7 +100,15 @@ class Building:
         """A function or class of torch, or of a package that the model's own classes are of."""
         if package_of(name) not in self.packages:
             raise ValueError(f"{name} is of no package that the model's classes are of")
-        return self.find(name)
+        found = self.find(name)
+        if name.partition(":")[0].endswith(".py"):
+            return found
+        # A package's module has others among its names, such as os; and Python's own functions run texts.
+        of_it = package_of(getattr(found, "__module__", None) or name) in self.packages
+        is_own = any(found is one for one in vars(builtins).values())
+        if not of_it or (is_own and found not in HARMLESS):
+            raise ValueError(f"{name} is no class or function that a recording may name")
+        return found
 
     def value(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -125,7 +140,7 @@ class Building:
             case "enum":
                 return getattr(self.named(inside), value["name"])
             case "namedtuple":
-                return self.named(inside)(*map(self.value, value["values"]))
+                return _tuple(self.named(inside), map(self.value, value["values"]))
             case "annotation":
                 return operator.getitem(*map(self.value, inside))
             case "partial":
@@ -147,6 +162,13 @@ class Building:
         for key, value in about["attributes"].items():
             made.__dict__[key] = self.value(value)
         return made
+
+
+def _tuple(kind: Any, values: Iterable[Any]) -> tuple:
+    """A recording chooses the class, so that nothing else is called."""
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise ValueError(f"{kind} is no named tuple")
+    return tuple.__new__(kind, values)
 
 
 def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:

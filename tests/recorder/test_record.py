@@ -1,5 +1,7 @@
 """A recorded run of somebody's own loop is judged: the command, its files, what it refuses."""
 
+import contextlib
+import inspect
 import json
 import os
 import re
@@ -257,6 +259,34 @@ def test_a_class_that_was_sent_to_another_process(tmp_path):
     assert torch.equal(again(torch.eye(4)), net(torch.eye(4)))
     with pytest.raises(UserError, match="no file has this class by its name"):
         tree.describe(names["inside"]())
+
+
+def test_a_recording_calls_nothing_for_a_named_tuple():
+    """Negative control: one of torch's."""
+    made = building.Building({}, {})
+    values = [1, 2]
+    shape = {"namedtuple": "inspect:ClosureVars", "values": [*values, 3, 4]}
+    assert made.value(shape) == inspect.ClosureVars(1, 2, 3, 4)
+    for other in ("builtins:print", "builtins:exec", "builtins:tuple"):
+        with pytest.raises(ValueError, match="is no named tuple|may name"):
+            made.value({"namedtuple": other, "values": ["raise SystemExit"]})
+
+
+@pytest.mark.parametrize(
+    "name, is_refused",
+    [
+        *((name, True) for name in ("builtins:exec", "builtins:__import__", "torch:os.system", "os:system")),
+        *(
+            (name, False)
+            for name in ("builtins:max", "builtins:int", "torch:relu", "torch.nn.functional:gelu")
+        ),
+    ],
+)
+def test_what_a_recording_may_name(name, is_refused):
+    made = building.Building({}, {})
+    refused = pytest.raises(ValueError, match="that a recording may name|no package that the model")
+    with refused if is_refused else contextlib.nullcontext():
+        assert callable(made.value({"named": name}))
 
 
 def test_a_patched_class_is_the_one_whose_name_it_has():
