@@ -318,6 +318,7 @@ class Weighed:
         )
         classes = {at.shape[-1] for one in self.micro for at in one.arrived.values() if at.ndim > 1}
         in_masks = (one for called in self.micro for name, one in called.tensors.items() if "mask" in name)
+        of_mask = sum(int(one.count_nonzero()) for one in in_masks)
         tolerated = max(self.verdict.tolerated_weights, 1e-6)
         windows = [len(one.micro_batches) for one in self.ranks.values()]
         uneven = min(windows) < max(windows)
@@ -331,10 +332,12 @@ class Weighed:
             "the positions of the global batch": float(positions),
             "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
             "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
-            "its tokens and one of each row": float(of_rows if of_rows not in (positions, labels) else 0),
+            "its tokens and one of each row": float(
+                of_rows if of_rows not in (positions, labels, of_mask) else 0
+            ),
             "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
             "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
-            "the tokens of the mask": float(sum(int(one.count_nonzero()) for one in in_masks)),
+            "the tokens of the mask": float(of_mask),
             "the micro batches of all ranks": float(uneven * sum(windows)),
             "those of the rank with the most x the ranks": float(uneven * max(windows) * len(windows)),
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
