@@ -186,16 +186,7 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
     """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
     from lockstep.running import jobs
 
-    # a strategy may be unable to change its mesh within a process (docs/findings.md)
-    by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
-    for group, pairs in groups.items():
-        alone = spec_of(BASELINE).largest(group.mesh)
-        by_mesh[tuple(alone.sizes.values())] += [(group, CLEAN, BASELINE), (group, CLEAN, CONTROL)]
-        for row in dict.fromkeys(row for _, row in pairs):
-            mesh = row.largest(group.mesh)
-            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
-            by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, row.name), *faulty]
-    outcome = run_all(by_mesh, folder)
+    outcome = run_all(planned(groups, (BASELINE, CONTROL)), folder)
     replays = []
     for group in groups:
         ended = [
@@ -207,6 +198,35 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all_groups([(None, replays)], folder / "reference")
     return outcome
+
+
+def grouped(
+    pairs: list[tuple["Fault", Spec]], folder: Path, options: argparse.Namespace
+) -> dict[Group, list[tuple["Fault", Spec]]]:
+    """The pairs by what they share; each group has a folder in `folder`."""
+    found = collections.defaultdict(list)
+    for fault, row in pairs:
+        found[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, row))
+    return {
+        Group(key, folder / f"group{number}", options): members
+        for number, (key, members) in enumerate(found.items())
+    }
+
+
+def planned(
+    groups: dict[Group, list[tuple["Fault", Spec]]], alone: tuple[str, ...]
+) -> dict[tuple[int, ...], list[Planned]]:
+    """The runs on each mesh: of every group those that run `alone`, then each strategy's without a fault, then with each of its faults."""
+    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
+    for group, pairs in groups.items():
+        mesh = spec_of(BASELINE).largest(group.mesh)
+        by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, name) for name in alone]
+        for row in dict.fromkeys(row for _, row in pairs):
+            mesh = row.largest(group.mesh)
+            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
+            by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, row.name), *faulty]
+    return by_mesh
 
 
 def run_all(by_mesh: dict[tuple[int, ...], list[Planned]], folder: Path) -> dict[Planned, float | str]:
@@ -385,13 +405,7 @@ def summary(rows: list[dict], steps: int) -> list[str]:
 
 def run(options: argparse.Namespace, folder: Path) -> int:
     pairs = choose(options)
-    grouped = collections.defaultdict(list)
-    for fault, row in pairs:
-        grouped[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, row))
-    groups = {
-        Group(key, folder / f"group{number}", options): members
-        for number, (key, members) in enumerate(grouped.items())
-    }
+    groups = grouped(pairs, folder, options)
     print(f"{len(pairs)} runs with a fault, {options.precision}, {options.steps} steps each", flush=True)
     outcome = train(groups, folder)
     rows = []

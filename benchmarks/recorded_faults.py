@@ -70,24 +70,6 @@ def run_jobs() -> int:
     return jobs.main()
 
 
-def planned(options: argparse.Namespace, folder: Path) -> dict[tuple[int, ...], list[run_faults.Planned]]:
-    """The runs by mesh: of each group DDP's, then each strategy's without a fault, then with each fault."""
-    grouped = collections.defaultdict(list)
-    for fault, row in run_faults.choose(options):
-        if fault.mesh.pp == 1:
-            grouped[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, row))
-    by_mesh: dict[tuple[int, ...], list[run_faults.Planned]] = collections.defaultdict(list)
-    for number, (key, pairs) in enumerate(grouped.items()):
-        group = run_faults.Group(key, folder / f"group{number}", options)
-        for row in dict.fromkeys([group.rows[BASELINE], *(row for _, row in pairs)]):
-            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
-            by_mesh[tuple(row.largest(group.mesh).sizes.values())] += [
-                (group, run_faults.CLEAN, row.name),
-                *faulty,
-            ]
-    return by_mesh
-
-
 def judged(folder: Path) -> tuple[int, str]:
     """(exit status, the last line) of the judge of a recording."""
     from lockstep import judge
@@ -146,7 +128,8 @@ def summary(rows: list[dict]) -> list[str]:
 
 def run(options: argparse.Namespace, folder: Path) -> int:
     begin = time.monotonic()
-    by_mesh = planned(options, folder)
+    pairs = [(fault, row) for fault, row in run_faults.choose(options) if fault.mesh.pp == 1]
+    by_mesh = run_faults.planned(run_faults.grouped(pairs, folder, options), (BASELINE,))
     trained = run_faults.run_all(by_mesh, folder)
     number = sum(map(len, by_mesh.values()))
     print(f"{number} runs trained in {time.monotonic() - begin:.0f} s", flush=True)

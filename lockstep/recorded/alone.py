@@ -14,7 +14,7 @@ from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
-from lockstep.verdict.normalisation import Accumulated, Gradients, Sum
+from lockstep.verdict.normalisation import Gradients, Sum, accumulated
 from lockstep.verdict.rows import StepVerdict, judged
 
 # Machine epsilons that the weight of a micro batch may be off by: its loss is divided and scaled in the dtype of the run, and gradients are clipped
@@ -77,7 +77,7 @@ class Alone:
         reduced_in = self._reduced_in(observed)
         weights = self._measured(observed, weights, clipped, reduced_in)
         right = Sum(observed, self.right, weights, clipped)
-        near = Accumulated(observed, self.near, weights, clipped, reduced_in)
+        near = accumulated(Sum(observed, self.near, weights, clipped), reduced_in)
         rows = judged(
             self.verdict.step,
             observed,

@@ -25,17 +25,18 @@ def _definitions(path: str, source: bytes, about: str) -> Definitions:
     return Definitions(Script(Path(path), source), **json.loads(about))
 
 
+# What a recording may name of Python's own: classes, and functions that run no text and open nothing
+HARMLESS = {
+    *(one for one in vars(builtins).values() if isinstance(one, type)),
+    *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
+}
+
+
 def _enlist(module: torch.nn.Module) -> None:
     """Do what the constructor of a model of transformers does beside the model: say which outputs of its modules it may be asked for."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None and hasattr(module, "_can_record_outputs"):
         capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
-
-
-HARMLESS = {
-    *(one for one in vars(builtins).values() if isinstance(one, type)),
-    *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
-}
 
 
 class Building:

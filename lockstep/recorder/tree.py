@@ -57,8 +57,7 @@ def class_of(module: torch.nn.Module) -> type:
     kind = type(module)
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
-    while kind.__module__.startswith("torch.distributed") or _found(kind) is not kind:
-        found = _found(kind)
+    while (found := _found(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
         if isinstance(found, type) and found is not kind and issubclass(kind, found):
             return found
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lockstep.verdict.distance import BLOCK, Size, size_of
+from lockstep.verdict.lazy import Lazy
 
 ROUNDS = 20
 OUTLIER = 10  # times the median rest
@@ -163,27 +164,15 @@ class Sum(Mapping[str, torch.Tensor]):
         return len(self.like)
 
 
-class Accumulated(Sum):
-    """The same in the dtype of each tensor, as a run adds up the gradients of its micro batches: it rounds every time."""
+def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
+    """The sum in the dtype of each tensor, as a run adds up the gradients of its micro batches: it rounds every time."""
 
-    def __init__(
-        self,
-        like: Gradients,
-        columns: list[Gradients],
-        weights: torch.Tensor,
-        factors: Factors | None,
-        dtypes: Mapping[str, torch.dtype],
-    ):
-        super().__init__(like, columns, weights, factors)
-        self.dtypes = dtypes
+    def make(name: str) -> torch.Tensor:
+        # Half of the sums of two numbers of 16 bits lie between two such: what is added is rounded, too, so that as many go up as down
+        rounded = [(column[name].double() * weight).to(dtypes[name]) for weight, column in terms.of(name)]
+        return functools.reduce(torch.add, rounded).double() if rounded else terms[name]
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        total = None
-        for weight, column in self.of(name):
-            # Half of the sums of two numbers of 16 bits lie between two such: what is added is rounded, too, so that as many go up as down
-            own = (column[name].double() * weight).to(self.dtypes[name])
-            total = own if total is None else total + own
-        return super().__getitem__(name) if total is None else total.double()
+    return Lazy(terms, make)
 
 
 def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.verdict.factors import NOTHING, Factor, Factors
 from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.normalisation import Accumulated, Sum
+from lockstep.verdict.normalisation import Sum, accumulated
 
 SHAPE = (4, 64, 128)
 NOISE = 2e-3  # relative
@@ -104,9 +104,9 @@ def test_sums_in_16_bits_have_no_factor():
     terms = [torch.randn(128, 64).bfloat16() for _ in range(2)]
     own, weights = terms[0] + terms[1], torch.tensor([1 + 1e-5] * 2)
     columns = [{"weight": one.double()} for one in terms]
-    near = Accumulated({"weight": own}, columns, weights, None, {"weight": torch.bfloat16})["weight"]
-    assert torch.equal(near, own.double())
-    off = Sum({"weight": own}, columns, weights)["weight"].bfloat16().double() - own
+    terms_of = Sum({"weight": own}, columns, weights)
+    assert torch.equal(accumulated(terms_of, {"weight": torch.bfloat16})["weight"], own.double())
+    off = terms_of["weight"].bfloat16().double() - own
     assert float((off * own.sign()).sum() / own.double().abs().sum()) > 1e-4
 
 
