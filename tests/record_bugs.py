@@ -1241,12 +1241,48 @@ class Autocast(MicroMeans):
             return super().loss(given, tokens)
 
 
+class CompressedInAutocast(Autocast):
+    """Autocast rounds the gradients of matrices; the reduction alone those of vectors."""
+
+    def wrap(self, net):
+        wrapped = super().wrap(net)
+
+        def in_bfloat16(_, bucket):  # torch's bf16_compress_hook, which DDP refuses on CPUs
+            whole = bucket.buffer()
+            done = dist.all_reduce(whole.bfloat16().div_(self.world), async_op=True).get_future()
+            return done.then(lambda one: whole.copy_(one.value()[0]))
+
+        wrapped.register_comm_hook(None, in_bfloat16)
+        return wrapped
+
+
 class FsdpBf16(Fsdp):
     def wrap(self, net):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in net.model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(net, mp_policy=policy)
+
+
+class LossInBf16(FsdpBf16):
+    """What the model returns is cast after its forward pass, as Accelerate lets FSDP2 do; the recording begins later."""
+
+    def run(self, folder, recorded):
+        torch.manual_seed(0)
+        self.sharded = self.cast(self.model())
+        super().run(folder, recorded)
+
+    def cast(self, net):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.bfloat16)
+        for layer in net.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        return fully_shard(net, mp_policy=policy)
+
+    def model(self):
+        return getattr(self, "sharded", None) or super().model()
+
+    def wrap(self, net):
+        return net
 
 
 class Eager(MicroMeans):

@@ -26,7 +26,7 @@ class Alone:
 
     def __init__(self, verdict: StepVerdict, exact: Reference, plain: Reference, steps: int):
         self.verdict, self.exact, self.plain = verdict, exact, plain
-        self.factors = Factors(steps)
+        self.factors = Factors(steps, verdict.arithmetic.factor)
         self.modules = Modules(verdict, verdict.precision, self.factors)
         self.right: list[Gradients] = []
         self.near: list[Gradients] = []
@@ -84,6 +84,7 @@ class Alone:
             right,
             near,
             self.verdict.precision,
+            arithmetic=self.verdict.arithmetic,
             kind="gradient/",
             factors=self.factors,
             dtypes=reduced_in,

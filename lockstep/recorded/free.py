@@ -180,9 +180,12 @@ class Free:
         for called, exact in zip(self.micro, self.exact, strict=True):
             if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
                 continue
+            dtype = called.about.loss_dtype
+            rounded = torch.finfo(getattr(torch, dtype.removeprefix("torch."))).eps / 2 if dtype else 0.0
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
-                if self.verdict.number(name, loss, exact.loss, tolerated * abs(exact.loss)).too_far:
+                allowed = (tolerated + rounded) * abs(exact.loss)
+                if self.verdict.number(name, loss, exact.loss, allowed).too_far:
                     self.verdict.wrong.append(
                         Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
                     )

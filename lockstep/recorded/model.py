@@ -22,7 +22,7 @@ from lockstep.recorder.kept import generators, restore_generators
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
-from lockstep.verdict import draws, gpu_kernels
+from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
 from lockstep.verdict.computed import Passes
 from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
@@ -46,6 +46,7 @@ class Model(Passes):
         self.streamed = streamed
         self.model, self.exact = recording.build(), exact
         self.kernels: list[str] = []
+        self.in_tf32 = tf32_of(recording, self.model)
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
@@ -57,7 +58,6 @@ class Model(Passes):
                 *(set(one.evaluated) for one in recording.steps[step - 1][0].micro_batches)
             )
             self.dropping = draws.dropout_modules(self.model, evaluated)
-            _require_no_tf32(recording, self.model)
         for name, dropout in self.dropping.items():
             vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
         for module in self.model.modules():
@@ -265,23 +265,31 @@ class Model(Passes):
         dtype = called.about.autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
+            if not self.exact:
+                stack.enter_context(self._of_device())
             if dtype is not None and not self.exact:
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
 
+    def _of_device(self) -> contextlib.AbstractContextManager[None]:
+        """The arithmetic of the run's device."""
+        origin = self.recording.origin
+        if not origin.device.startswith("cuda"):
+            return contextlib.nullcontext()
+        return gpu_arithmetic.as_on_a_gpu(self.in_tf32, origin.versions["torch"])
 
-def _require_no_tf32(recording: Recording, model: torch.nn.Module) -> None:
-    """Raise UserError for a run in float32 whose GPU computed in TF32, which has 10 bits and no CPU."""
-    micro = recording.steps[0][0].micro_batches[0]
-    single = any(one.dtype == torch.float32 for one in model.parameters())
-    convolves = any(isinstance(one, torch.nn.modules.conv._ConvNd) for one in model.modules())
-    found = [one for one in recording.origin.tf32 if convolves or one != "convolution"]
-    if found and single and micro.autocast is None and micro.param_dtype in (None, "torch.float32"):
-        raise UserError(
-            f"the run's device may have computed {' and '.join(found)} of float32 in TF32, which a CPU cannot, so errors would be too large for float32; "
-            'record a run with torch.backends.fp32_precision = "ieee", or in torch before 2.9 with both allow_tf32 False'
-        )
+
+def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:
+    """Which products of float32 the run's device may have computed in TF32, or as inexactly."""
+    if not recording.origin.device.startswith("cuda"):
+        return []
+    kinds = {type(one) for one in model.modules()}
+    convolves = any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in kinds)
+    recurs = any(issubclass(kind, torch.nn.RNNBase) for kind in kinds)
+    return [one for one in recording.origin.tf32 if convolves or one != "convolution"] + [
+        "recurrent"
+    ] * recurs
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from lockstep.plan.resources import free_bytes
 from lockstep.recorded import redrawn, update
 from lockstep.recorded.counts import Counts
 from lockstep.recorded.free import Free, columns_of
+from lockstep.recorded.model import tf32_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
 from lockstep.recorded.weights import Weighed, shares_of
@@ -25,6 +26,7 @@ from lockstep.recorder.called import LOG_PROBS
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
 from lockstep.verdict.alone import sentence
+from lockstep.verdict.gpu_arithmetic import arithmetic_of
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients, Sum
@@ -90,7 +92,9 @@ class _Step:
         used = [one for one in called if one.about.used]
         pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
         number = len({id(one.first) for one in used})
-        self.verdict = StepVerdict(step, number, len(set(shares_of(used))), pieces)
+        self.verdict = StepVerdict(
+            step, micro_batches=number, shares=len(set(shares_of(used))), pieces=pieces
+        )
         wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
         cut = (of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False))
         self.verdict.cut = list(dict.fromkeys(cut))
@@ -119,6 +123,10 @@ class _Step:
         ranks.judge_clips()
         self.gradients = ranks.before_clipping_by_value(gradients)
         verdict.lowered = sorted(self._lowered())
+        in_tf32 = bool(tf32_of(self.recording, self.recording.skeleton))
+        verdict.arithmetic = arithmetic_of(
+            self.recording.origin.device, single=not verdict.lowered, tf32=in_tf32
+        )
         problem = _unusable(self.gradients)
         copies = sum(one.strangers for one in self.ranks[0].optimizers)
         if problem and copies:
@@ -236,15 +244,22 @@ class _Step:
                 counts.on_odd_rank(fitted.weights)
         right = made_of(weights_of)
         rows = judged(
-            verdict.step, self.gradients, right, yardstick, self.verdict.precision, kind="gradient/"
+            verdict.step,
+            self.gradients,
+            right,
+            yardstick,
+            self.verdict.precision,
+            arithmetic=verdict.arithmetic,
+            kind="gradient/",
         )
         verdict.rows += rows
         self._judge_kept_gradient(rows)
         if nominal is not None:
             self.counted = counts.in_worst(rows, nominal)
         wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
-        if wrong and not modules_wrong:
-            self._judge_rounding(after_modules)
+        if wrong and not modules_wrong and not verdict.lowered:
+            rounding = self._rounding(rows)
+            self.verdict.wrong[after_modules:after_modules] = [rounding] * bool(rounding)
         if 2 * sum(row.too_far for row in rows) > len(rows):
             verdict.wrong[after_modules:after_modules] = self.of_ranks.clipped_apart()
         return nominal, after_modules
@@ -261,7 +276,15 @@ class _Step:
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
         """Whether these are the gradients for `weights` of the micro batches' losses."""
         right, near = (Sum(means, columns_of(of), weights) for of in (self.free.exact, self.free.near))
-        rows = judged(self.verdict.step, means, right, near, self.verdict.precision, kind="gradient/")
+        rows = judged(
+            self.verdict.step,
+            means,
+            right,
+            near,
+            self.verdict.precision,
+            arithmetic=self.verdict.arithmetic,
+            kind="gradient/",
+        )
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:
@@ -293,7 +316,8 @@ class _Step:
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
-            self.verdict.wrong.insert(place, Wrong(sentence(rows)))
+            rounding = self._rounding(rows) if self.verdict.lowered and first.kind == "gradient" else ""
+            self.verdict.wrong[place:place] = [*[rounding] * bool(rounding), Wrong(sentence(rows))]
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""
@@ -353,24 +377,24 @@ class _Step:
                 else f"the gradient{of_some} has {times:.4g} times that of step {last} in it: it was not set to zero",
             )
 
-    def _judge_rounding(self, place: int) -> None:
-        """Whether what is wrong with a gradient is that it was rounded to 16 bits after the backward pass."""
-        if self.verdict.lowered:
-            return
+    def _rounding(self, rows: list[Judgement]) -> str:
+        """Whether what is wrong with a gradient, by these rows, is that it was rounded to 16 bits after the backward pass; else ""."""
         # The median: a gradient that all but cancels is farther off, and 16 bits have no smaller number for it
-        rows = [one for one in self.verdict.rows if one.kind == "gradient" and one.too_far]
-        off = statistics.median(one.distance.relative for one in rows) if rows else math.inf
+        far = [one for one in rows if one.kind == "gradient" and one.too_far]
+        off = statistics.median(one.distance.relative for one in far) if far else math.inf
         # Clipping comes after it
         before = Lazy(self.gradients, lambda name: self.gradients[name] / self.clipped[name])
         for dtype in (torch.bfloat16, torch.float16):
+            if any(one.dtype == dtype for one in self.gradients.values()):
+                continue
             near = off <= ROUNDED * torch.finfo(dtype).eps  # signs, too, are numbers of 16 bits
             if near and all(one.allclose(one.to(dtype).to(one.dtype), 3e-7, 0) for one in before.values()):
-                self.verdict.wrong.insert(
-                    place,
-                    f"all elements of the gradient are numbers of {dtype}, though it is computed in float32: it was rounded after the backward pass, "
-                    "as where its reduction is in 16 bits",
+                how = "kept" if self.verdict.lowered else "computed"
+                return (
+                    f"all elements of the gradient are numbers of {dtype}, though it is {how} in float32: it was rounded after the backward pass, "
+                    "as where its reduction is in 16 bits"
                 )
-                return
+        return ""
 
     def _say_gradients(self) -> None:
         """Says which gradients are too far from the sum of the micro batches'."""

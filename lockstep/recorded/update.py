@@ -376,7 +376,7 @@ class _Updates:
         """Of tensors, they are taken in float32."""
         optimizer, settings, state = self.replay.optimizer, stepped.settings(name), stepped.state(name)
         of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
-        if "betas" in settings and "step" in state and (optimizer.is_of_deepspeed or of_tensors):
+        if "betas" in settings and "step" in state and (self.replay.in_float32 or of_tensors):
             return _error_of_powers(settings, state, 2 * of_tensors)
         return 0.0
 

@@ -44,6 +44,7 @@ class MicroBatch(Strict):
     scalars: dict[Name, MayBreakDown]
     scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
     loss: MayBreakDown | None = None
+    loss_dtype: Name | None = None  # which FSDP2 may have cast it to
     evaluated: list[str]  # modules in evaluation mode
     drawn: bool = False  # random numbers from torch's generator, in the forward pass
     generators: dict[

@@ -263,6 +263,8 @@ class Recorder(Updates):
             self.kept.keep(f"random/{number}", self.random)
         now = generators()
         about["generators"] = {name: one for name, one in self.generators.items() if one != now[name]}
+        if loss is not None:
+            about["loss_dtype"] = str(loss.dtype)
         if loss is not None and loss.requires_grad and logits is None:
             # Nothing else can be held against the run, which may train on a part of the loss.
             about.update(loss=float(loss.detach()), used=True)

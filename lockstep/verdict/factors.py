@@ -82,13 +82,16 @@ class Projections:
     freedom: np.ndarray  # their degrees of freedom
     where: str = ""  # as a factor has it
     rank: int | None = None
+    # Of the difference from the reference, where that from the yardstick is large
+    from_reference: "Projections | None" = None
 
 
 class Factors:
     """The projections of all tensors of a step. What is tolerated depends on how many they are."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, nothing: float = NOTHING):
         self.steps = steps  # of the run that are judged
+        self.nothing = nothing  # a factor that the arithmetic may leave in all of a tensor
         self.found: list[Projections] = []
 
     def add(
@@ -105,6 +108,9 @@ class Factors:
         """Of one shape: the run's tensor, the yardstick's and the reference's in float64. `is_weight`: a parameter's gradient."""
         if right.numel() >= LEAST and bool(right.any()):
             found = project(name, own, near, right, is_weight)
+            # The yardstick of another kind of processor has rounding errors that the run has not.
+            if self.nothing > NOTHING and farthest(found, 1, self.nothing).multiple > 1:
+                found = replace(found, from_reference=project(name, own, right, right, is_weight))
             self.found.append(replace(found, where=where, rank=rank))
 
     @property
@@ -115,22 +121,38 @@ class Factors:
     def beyond(self) -> list[Factor]:
         """Of each tensor that has one, the part that is farthest beyond what is tolerated."""
         number = self.number
-        return [factor for one in self.found if (factor := farthest(one, number)).multiple > 1]
+        found = (farthest(one, number, self.nothing) for one in self.found)
+        return [factor for factor in found if factor.multiple > 1]
 
 
-def farthest(one: Projections, number: int) -> Factor:
-    """The part that is farthest from, or beyond, what is tolerated of one of `number` projections."""
-    # Student's tail, bounded: P(|t| > x) < (1 + x^2 / n)^(-(n - 1) / 2) for x > 1
-    freedom = np.maximum(one.freedom, FEWEST)
-    times = np.sqrt(freedom * ((number / RATE) ** (2 / (freedom - 1)) - 1))
-    tolerated = np.where(is_unknown(one), np.inf, one.errors * times).max(0) + NOTHING
+def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
+    """The part that is farthest from, or beyond, what is tolerated of one of `number` projections.
+
+    A part that is right is none the worse for a yardstick that is not.
+    """
+    tolerated = _tolerated(one, number, nothing)
     multiple = np.abs(one.excess) / tolerated
+    if one.from_reference is not None:
+        of_reference = np.abs(one.from_reference.excess) / _tolerated(one.from_reference, number, nothing)
+        multiple = np.where(of_reference <= 1, np.minimum(multiple, of_reference), multiple)
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
+    if multiple[place] <= 1:
+        return Factor(
+            one.name, one.shape, one.parts[place], 0.0, float(tolerated[place]), one.where, one.rank
+        )
     part = _with_neighbours(one, place, tolerated)
     excess, least = float(one.excess[place]), float(tolerated[place])
     return Factor(one.name, one.shape, part, excess, least, one.where, one.rank)
+
+
+def _tolerated(one: Projections, number: int, nothing: float) -> np.ndarray:
+    """Of each part."""
+    # Student's tail, bounded: P(|t| > x) < (1 + x^2 / n)^(-(n - 1) / 2) for x > 1
+    freedom = np.maximum(one.freedom, FEWEST)
+    times = np.sqrt(freedom * ((number / RATE) ** (2 / (freedom - 1)) - 1))
+    return np.where(is_unknown(one), np.inf, one.errors * times).max(0) + nothing
 
 
 def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Part | None:

@@ -4,6 +4,7 @@ One process computes each micro batch twice, in float64 and in the run's dtypes,
 those that it computes, so what is wrong is wrong by itself. lockstep/verdict/alone.py has the file of what is found.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lockstep.verdict.alone import Alone, digest_of, with_factors
 from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
+from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules
@@ -50,6 +52,8 @@ class Forced(Passes):
         super().__init__(model)
         self.model, self.exact, layout = model, exact, dump.layout
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
+        self.on_gpu = dump.run["config"]["device"] == "cuda" and not exact
+        self.version = dump.run["versions"]["torch"]
         self.names = {choice.call: name for name, choice in layout.choices.items()}
         self.widths = {choice.call: choice.width for choice in layout.choices.values()}
         self.handles = [
@@ -88,7 +92,8 @@ class Forced(Passes):
         self.written, self.modules = micro.written, {}
         mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
-        with mode, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        device = as_on_a_gpu([], self.version) if self.on_gpu else contextlib.nullcontext()
+        with mode, device, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
         self.hooks.end()
         with mode:
@@ -140,9 +145,11 @@ def _judge_step(
             weight = before.tensor(step - 1, f"parameter/{name}")
             right_weight.copy_(weight)
             near_weight.copy_(weight)
-    config, factors = dump.run["config"], Factors(len(dump.steps))
+    config = dump.run["config"]
     precision = config["precision"]
-    modules = Modules(StepVerdict(step), precision, factors, scaled=False, whose="DP rank")
+    arithmetic = arithmetic_of(config["device"], single=precision == "fp32")
+    factors = Factors(len(dump.steps), arithmetic.factor)
+    modules = Modules(StepVerdict(step, arithmetic), precision, factors, scaled=False, whose="DP rank")
     labels = dump.tensor(step, "batch/labels")
     counted = int((labels != IGNORED).sum()) if dump.samples.counted else None
     share = 1.0 if counted else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
@@ -153,7 +160,16 @@ def _judge_step(
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
     whole = Sum(observed, [exact.gradients()], torch.ones(1))
-    gradients = judged(step, observed, whole, plain.gradients(), precision, kind="gradient/", factors=factors)
+    gradients = judged(
+        step,
+        observed,
+        whole,
+        plain.gradients(),
+        precision,
+        arithmetic=arithmetic,
+        kind="gradient/",
+        factors=factors,
+    )
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
 
 

@@ -162,8 +162,11 @@ def add_pictures(
 class Yardstick:
     """Distances of correct tensors, `found` by name: what the same tensors of others are judged by. `entries` has their shapes and dtypes."""
 
-    def __init__(self, found: dict[str, Distance], entries: dict[str, dict], precision: str):
+    def __init__(
+        self, found: dict[str, Distance], entries: dict[str, dict], precision: str, floor: float = FLOOR
+    ):
         self.found, self.entries, self.precision = found, entries, precision
+        self.floor = floor  # of tensors in float32
         self.noise = noise_of(found, entries, precision)
         # But for those that are zero in exact arithmetic: their relative errors say nothing of others.
         self.typical = typical_error(
@@ -180,7 +183,10 @@ class Yardstick:
         zero = noise is not None and is_zero(distance, noise, self.precision)
         vector = is_vector_gradient(name, entry)
         found = measure(self.found[name], self.typical if vector else None, noise if zero else None)
-        return tolerance(name, distance, found.times(times if vector else 1.0), ROUNDOFF[entry["dtype"]])
+        floor = self.floor if entry["dtype"] == "F32" else FLOOR
+        return tolerance(
+            name, distance, found.times(times if vector else 1.0), ROUNDOFF[entry["dtype"]], floor
+        )
 
 
 class OfDDP(Yardstick):
@@ -259,7 +265,7 @@ def measure(ddp: Distance, typical: Size | None = None, noise: Size | None = Non
     return found if noise is None else found.or_more(noise)
 
 
-def tolerance(name: str, distance: Distance, measure: Size, roundoff: float) -> Size:
+def tolerance(name: str, distance: Distance, measure: Size, roundoff: float, floor: float = FLOOR) -> Size:
     """What is tolerated of a tensor's errors. `measure` is DDP's, `roundoff` the tensor's dtype's ROUNDOFF.
 
     The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
@@ -273,7 +279,7 @@ def tolerance(name: str, distance: Distance, measure: Size, roundoff: float) -> 
         if kind == "parameter":
             return distance.size.times(own).plus(distance.shown.or_more(distance.terms).times(of_change))
         return distance.size.or_more(distance.terms).times(own)
-    return measure.times(MULTIPLE).plus(distance.size.or_more(distance.terms).times(FLOOR * roundoff))
+    return measure.times(MULTIPLE).plus(distance.size.or_more(distance.terms).times(floor * roundoff))
 
 
 def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundoff: float) -> Size:

@@ -102,6 +102,7 @@ class Modules:
             scaled(exact),
             scaled(near),
             self.precision,
+            arithmetic=self.verdict.arithmetic,
             factors=self.factors,
             dtypes=dtypes,
             where=where,

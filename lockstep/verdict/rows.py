@@ -8,6 +8,7 @@ import torch
 from lockstep.dumps.dump import number_of_elements
 from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
 from lockstep.verdict.factors import Factors
+from lockstep.verdict.gpu_arithmetic import CPU, Arithmetic
 from lockstep.verdict.judgement import EXACT, Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
 
@@ -31,6 +32,7 @@ class Wrong(str):
 @dataclass
 class StepVerdict:
     step: int
+    arithmetic: Arithmetic = CPU  # of the run
     micro_batches: int = 0
     shares: int = 0  # of the samples: data-parallel ranks
     pieces: int = 1  # that samples are cut into
@@ -90,6 +92,7 @@ def judged(
     near: Gradients,
     precision: str,
     *,
+    arithmetic: Arithmetic = CPU,
     kind: str = "",
     factors: Factors | None = None,
     dtypes: Mapping[str, torch.dtype] = {},
@@ -113,7 +116,7 @@ def judged(
         entries[row] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
         if factors is not None:
             factors.add(row, tensor, plain, reference, is_weight=bool(kind), where=where, rank=rank)
-    measure = Yardstick(yardstick, entries, precision)
+    measure = Yardstick(yardstick, entries, precision, arithmetic.floor)
     rows = [Judgement(step, row, one, *measure.tolerance(row, one)) for row, one in own.items()]
     add_pictures(
         rows,

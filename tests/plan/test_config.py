@@ -207,9 +207,10 @@ def test_gpus_in_place_are_those_of_this_machine(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match="8 GPUs needed for 8 workers, 2 found"):
         command_line.parse_config("fsdp", ["--device", "cuda"])
-    assert command_line.parse_config("fsdp", ["--device", "cuda", "--backend", "gloo"]).device == "cuda"
-    with pytest.raises(UserError, match="8 GPUs needed"):
-        command_line.parse_config("deepspeed", ["--device", "cuda", "--backend", "gloo"])
+    assert command_line.parse_config("ddp", ["--device", "cuda", "--backend", "gloo"]).device == "cuda"
+    for strategy in ("deepspeed", "fsdp"):
+        with pytest.raises(UserError, match="8 GPUs needed"):
+            command_line.parse_config(strategy, ["--device", "cuda", "--backend", "gloo"])
 
 
 def test_gpus_are_counted_without_torch(monkeypatch):

@@ -182,6 +182,12 @@ BUGS = {
         None,
         "",
     ),
+    "CompressedInAutocast": (
+        "step 1: all elements of the gradient are numbers of torch.bfloat16, though it is kept in float32: it was rounded after",
+        NAMED,
+        None,
+        "",
+    ),
     "GradientsRoundedAndClipped": (
         "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32",
         NAMED,
@@ -566,6 +572,7 @@ VARIANTS = [
         "Autocast",
         "Fsdp",
         "FsdpBf16",
+        "LossInBf16",
         "Eager",
         "Scaled",
         "Frozen",

@@ -99,6 +99,16 @@ def test_what_float32_leaves_is_no_factor():
     assert found(right * (1 + 2 * NOTHING), right, right)
 
 
+def test_on_another_device_what_is_right_is_none_the_worse_for_a_yardstick_that_is_not():
+    right = torch.randn(SHAPE, dtype=torch.float64)
+    yardstick = right * 1.001 + noise("element", right)
+    for times, nothing, number in ((1.0, NOTHING, 1), (1.0, 2 * NOTHING, 0), (1.0005, 2 * NOTHING, 1)):
+        factors = Factors(1, nothing)
+        own = right * times + noise("element", right)
+        factors.add("forward/one", own, yardstick, right, is_weight=False)
+        assert len(factors.beyond()) == number
+
+
 def test_sums_in_16_bits_have_no_factor():
     """Negative control: half of all sums lie between two numbers, and weights that are off by 1e-5 send all of these to one side."""
     terms = [torch.randn(128, 64).bfloat16() for _ in range(2)]
