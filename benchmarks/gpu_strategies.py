@@ -16,17 +16,18 @@ from outputs import output
 
 from lockstep.dumps import history
 from lockstep.ground.files import write_result
+from lockstep.plan.config import BASELINE
+from lockstep.plan.strategies import SPECS
 
 FULL = (
     "--model_name Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 1024 --learning_rate 1e-5 "
     "--precision autocast --device cuda --overwrite"
 )
 ROWS = {  # name: (ranks, script, flags)
-    "ddp, 1 rank, nccl": (1, "train_ddp.py", "--dp_size 1"),
-    "deepspeed, 1 rank, nccl": (1, "train_deepspeed.py", "--tp_size 1 --dp_size 1"),
-    "fsdp, 1 rank, nccl": (1, "train_fsdp.py", "--tp_size 1 --dp_size 1"),
-    "ddp, 2 ranks, gloo": (2, "train_ddp.py", "--dp_size 2 --backend gloo"),
+    f"{name}, 1 rank, nccl": (1, spec.program, "--dp_size 1" + " --tp_size 1" * ("tp" in spec.axes))
+    for name, spec in SPECS.items()
 }
+ROWS["ddp, 2 ranks, gloo"] = 2, SPECS[BASELINE].program, "--dp_size 2 --backend gloo"
 WARM_UP = 5
 
 

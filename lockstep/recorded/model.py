@@ -51,15 +51,8 @@ class Model(Passes):
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
         self.draw = 0
-        self.dropping: dict[str, torch.nn.Dropout] = {}
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
             self.kernels = gpu_kernels.choose(self.model)
-            evaluated = set.intersection(
-                *(set(one.evaluated) for one in recording.steps[step - 1][0].micro_batches)
-            )
-            self.dropping = draws.dropout_modules(self.model, evaluated)
-        for name, dropout in self.dropping.items():
-            vars(dropout)["forward"] = functools.partial(self._drop, name, dropout.p)
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
@@ -123,20 +116,21 @@ class Model(Passes):
 
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
-        before = Counter(self.hooks.calls), self.mode.calls, self.mode.draws
+        mode = self.mode
+        before = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts
         states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            now = self.hooks.calls, self.mode.calls, self.mode.draws
-            self.hooks.calls, self.mode.calls, self.mode.draws = Counter(before[0]), *before[1:]
+            now = self.hooks.calls, mode.calls, mode.draws, mode.dropouts
+            self.hooks.calls, mode.calls, mode.draws, mode.dropouts = Counter(before[0]), *before[1:]
             restore_generators(states)
-            TorchFunctionMode.__enter__(self.mode)  # the default dtype is still the mode's
+            TorchFunctionMode.__enter__(mode)  # the default dtype is still the mode's
             try:
                 yield
             finally:
-                TorchFunctionMode.__exit__(self.mode, None, None, None)
-                self.hooks.calls, self.mode.calls, self.mode.draws = now
+                TorchFunctionMode.__exit__(mode, None, None, None)
+                self.hooks.calls, mode.calls, mode.draws, mode.dropouts = now
 
         return again
 
@@ -190,6 +184,8 @@ class Model(Passes):
         chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = kind(chosen, self.widths)
         self.mode.drawn = self.drawn.setdefault((called.ranks[0], called.number), {})
+        if self.recording.origin.device != "cpu":
+            self.mode.kept_of = functools.partial(self.recording.dropped, self.step, called)
         return self.mode
 
     def _forward(self, called: Called) -> Any:
@@ -220,20 +216,10 @@ class Model(Passes):
         restore_generators(called.about.generators)
         self.called = called
         output = self.model(*bound.args, **bound.kwargs, **given)
-        draws.require_called(self.dropping, self.hooks.calls)
+        if self.mode.kept_of is not None and self.mode.dropouts != called.about.dropouts:
+            raise draws.other_dropouts(self.mode.dropouts, called.about.dropouts)
         self.hooks.end()
         return output
-
-    def _drop(self, name: str, p: float, tensor: torch.Tensor) -> torch.Tensor:
-        """In the place of a dropout module's forward method: leaves out what it left out in the run, as its recorded output shows."""
-        if not self.dropping[name].training:
-            return tensor
-        place = f"forward/{self.called.number}/{self.hooks.next_call(name)}"
-        if place not in self.recording.steps[self.step - 1][self.called.ranks[0]].places:
-            raise draws.dropout_is_active(p, name)
-        with torch._C.DisableTorchFunction():  # where float32 means float64, a file could not be read
-            found, _ = self.recording.whole(self.step, place, self.called.ranks)
-        return tensor * (found != 0) / (1 - p)
 
     def _restore_state(self) -> None:
         """Buffers and attributes as they were before the micro batch."""

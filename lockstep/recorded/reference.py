@@ -108,7 +108,7 @@ class Reference(Model):
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
-            with self._precision(called, mode), _checkpoints_as_meant():
+            with self._precision(called, mode), _checkpoints_as_meant(again=mode.kept_of is None):
                 return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise
@@ -306,12 +306,17 @@ class _Called:
         return function(*arguments)
 
 
+def _nothing_kept(*_given: Any, **_named: Any) -> Iterator[None]:
+    """What torch's checkpoint goes on with after the function."""
+    yield
+
+
 @contextlib.contextmanager
-def _checkpoints_as_meant() -> Iterator[None]:
+def _checkpoints_as_meant(*, again: bool) -> Iterator[None]:
     """What they do to gradients is no property of the computation: the reference computes what it would be without them.
 
     A reentrant one gives no gradient to what is inside of it if none of its inputs needs one. One that does not keep the random state computes other
-    numbers again than it computed.
+    numbers again than it computed. `again` is false where nothing may be computed again, as where what dropout keeps is counted by its calls.
     """
     file: Any = torch.utils.checkpoint
     real = file.CheckpointFunction, file._checkpoint_without_reentrant_generator
@@ -319,7 +324,8 @@ def _checkpoints_as_meant() -> Iterator[None]:
     def keeping(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any, **named: Any) -> Any:
         return real[1](function, True, *arguments, **named)
 
-    file.CheckpointFunction, file._checkpoint_without_reentrant_generator = _Called, keeping
+    file.CheckpointFunction = _Called
+    file._checkpoint_without_reentrant_generator = keeping if again else _nothing_kept
     try:
         yield
     finally:

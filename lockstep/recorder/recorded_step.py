@@ -32,6 +32,7 @@ class MicroBatch(Strict):
     structure: str
     left_out: list[Name]
     autocast: Name | None
+    dropouts: int = 0  # calls that left elements out which a CPU would not
     param_dtype: Name | None = None  # which FSDP2 computes in
     reduce_dtype: Name | None = None  # and reduces gradients in
     used: bool

@@ -13,6 +13,7 @@
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
         buffer/M/NAME                    before micro batch M, if it is not what it was before an earlier one; MODULE:ATTRIBUTE for one that is no buffer
         random/M                         the state of torch's generator then, if the model drew from it; those of Python and numpy are in the JSON
+        dropped/M/N                      on a GPU, which elements the N-th call of dropout kept: bits
         weight/NAME, gradient/NAME, updated/NAME       before the step, as the optimizer is given it, after the update
         state/KEY/NAME, attribute/KEY/NUMBER           of the optimizer, before the step; of what it is afterwards, a hash
 
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_du
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
-from lockstep.recorder import deepspeed_engine, parallelism, patches, tree, wrapped
+from lockstep.recorder import deepspeed_engine, dropped, parallelism, patches, tree, wrapped
 from lockstep.recorder.kept import digest_of, generators, is_channels_last
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
@@ -80,6 +81,7 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
+        self.removing.append(patches.see_dropout(self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
@@ -185,6 +187,7 @@ class Recorder(Updates):
             "scalars": {},  # those that arrive at scalars
             "scale": 1.0,
             "autocast": None,
+            "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
             **parallelism.dtypes_of(self.model),
             "channels_last": [],
             "attributes": {name: value for name, (value, _) in changed.items()},
@@ -219,6 +222,18 @@ class Recorder(Updates):
                 about["plain"][name] = value
             else:
                 about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
+
+    @harmless
+    def _see_dropout(self, returned: torch.Tensor) -> None:
+        if self.hooks is None or not self.hooks.inside or being_recomputed():
+            return
+        if not dropped.draws_as_a_cpu(returned.device):
+            number, about = len(self.micro) - 1, self.micro[-1]
+            if not isinstance(
+                returned, torch.distributed.tensor.DTensor
+            ):  # of which this rank may have a shard
+                self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropped.packed(returned))
+            about["dropouts"] += 1
 
     def _is_compiled(self) -> bool:
         """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
-from lockstep.recorder import building
+from lockstep.recorder import building, dropped
 from lockstep.recorder.called import Called, put_together, require_whole
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, Step
@@ -120,6 +120,17 @@ class Recording:
     def part(self, rank: int, step: int, name: str) -> torch.Tensor | None:
         """The first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
+
+    def dropped(self, step: int, called: Called, call: int, shape: torch.Size) -> torch.Tensor | None:
+        """Which elements the `call`-th call of dropout kept in the forward pass; None if that was not seen."""
+        rank = called.ranks[0]
+        name = f"dropped/{called.number}/{call}"
+        if name not in self._file(rank, step).keys():  # noqa: SIM118 - of a file
+            return None
+        try:
+            return dropped.unpacked(self._tensor(rank, step, name), shape)
+        except ValueError as error:
+            raise UserError(f"{self._path(rank, step)}: {name}: {error}; {REMEDY}") from error
 
     def buffers(self, step: int, called: Called) -> dict[str, torch.Tensor]:
         """Those of the model before a micro batch, and the tensors of its attributes, as the first rank that was called with it has them."""

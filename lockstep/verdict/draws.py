@@ -3,10 +3,11 @@
 On CPUs, a pass that begins with the state that torch's generator had in the run draws the same numbers, in the same dtypes. What dropout
 leaves out follows from the state alone. But what functions such as `torch.randn` draw from it depends on the dtype that they draw in.
 
-Of a run on another device, what dropout modules left out is seen in what they returned: it is zero.
+Of a run on another device, the recording has which elements each call of dropout kept.
 """
 
-from collections import Counter
+import inspect
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_map
 
 from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
-from lockstep.inputs import shapes
 from lockstep.recorder.called import Called
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
@@ -25,6 +25,10 @@ FACTORIES = {"rand", "randn"}
 HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "rrelu", "rrelu_"}
 LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
+ATTENTION = {"scaled_dot_product_attention"}
+OTHER_DROPOUT = {"alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"}
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # between layers
+Keep = Callable[[int, torch.Size], torch.Tensor | None]
 INSTEAD = "record a run without dropout and other random numbers in the model"
 
 
@@ -38,29 +42,48 @@ GUMBEL_SOFTMAX = FunctionType(
 
 def dropout_is_active(p: float, name: str) -> UserError:
     return UserError(
-        f"dropout of {p} is active in {name}, and a CPU, where the reference computes, would drop other elements than the run's device; "
-        "record a run without it, or on CPUs"
+        f"dropout of {p} is active in {name}, and a CPU, where the reference computes, would leave out other elements than the run's device; record a run without it, on CPUs, "
+        'or one that calls torch.nn.functional.dropout, which is recorded, as attention does by attn_implementation="eager" in transformers'
     )
 
 
-def dropout_modules(model: torch.nn.Module, evaluated: set[str]) -> dict[str, torch.nn.Dropout]:
-    """The dropout modules that drop elements, by name; some modules are `evaluated`. Raises UserError for a model that drops some otherwise."""
-    found = {name: one for name, one in model.named_modules() if type(one) is torch.nn.Dropout and one.p > 0}
-    settings = shapes.settings_of(model, evaluated)
-    settings["p"] = {
-        value: [name for name in names if name not in found] for value, names in settings.get("p", {}).items()
-    }
-    other = shapes.active_dropout(settings)
-    if other is not None:
-        raise dropout_is_active(*other)
-    return found
+def other_dropouts(own: int, recorded: int) -> UserError:
+    return UserError(
+        f"the reference calls dropout {own} times, and {recorded} calls were seen in the run, on whose device other elements are left out than on a CPU; "
+        "record a run without dropout, on CPUs, or without torch.compile"
+    )
 
 
-def require_called(dropping: dict[str, torch.nn.Dropout], calls: Counter[str]) -> None:
-    """Raise UserError for a dropout module that is not called: only its probability may be used, such as by attention."""
-    silent = next((name for name, one in dropping.items() if one.training and not calls[name]), None)
-    if silent is not None:
-        raise dropout_is_active(dropping[silent].p, silent)
+def dropped(keep: Keep, call: int, args: Given, kwargs: Named) -> torch.Tensor | None:
+    """What the `call`-th call of dropout returns, given what it kept in the run; None if it drops nothing. Raises UserError if that is not known."""
+    given = inspect.signature(F.dropout).bind(*args, **kwargs)
+    given.apply_defaults()
+    tensor, p, training, inplace = given.arguments.values()
+    if not training or p == 0:
+        return None
+    kept = keep(call, tensor.shape)
+    if kept is None:
+        raise dropout_is_active(p, f"call {call + 1} of dropout")
+    scaled = kept.to(tensor.dtype) / (1 - p if p < 1 else 1)
+    return tensor.mul_(scaled) if inplace else tensor * scaled
+
+
+def require_no_dropout(function: Function, args: Given, kwargs: Named) -> None:
+    """Raise UserError for a function that drops elements inside, as other devices do otherwise."""
+    name, p = getattr(function, "__name__", ""), 0.0
+    if name in ATTENTION:
+        given = [*args[4:5], *(one for key, one in kwargs.items() if key == "dropout_p"), 0.0]
+        p = given[0]
+    elif name in OTHER_DROPOUT and isinstance(function, FunctionType):
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        p = bound.arguments["p"] if bound.arguments["training"] else 0.0
+    elif name in RECURRENT:
+        place = next(place for place, one in enumerate(args) if isinstance(one, float))
+        layers, p, training = args[place - 1 : place + 2]
+        p = p if training and layers > 1 else 0.0
+    if p > 0:
+        raise dropout_is_active(p, name)
 
 
 def is_drawing(function: Function) -> bool:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import CountsTopk, Function, Given, Named
 from lockstep.inputs.shapes import use_eager_experts
+from lockstep.verdict import draws
 from lockstep.verdict.draws import GUMBEL_SOFTMAX, drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,9 @@ class Told(CountsTopk):
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
         self.draws = 0  # random numbers: calls of functions that draw
+        # Of a run on a device that draws other random numbers: which elements a call of dropout kept, by its number
+        self.kept_of: draws.Keep | None = None
+        self.dropouts = 0  # such calls
         # By the number of the call, where somebody asks for it
         self.drawn: dict[int, torch.dtype] | None = None
 
@@ -62,6 +66,12 @@ class Told(CountsTopk):
             args = (args[0], *map(_on_cpu, args[1:]))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if self.kept_of is not None:
+            draws.require_no_dropout(function, args, kwargs)
+            if function is F.dropout:
+                result = draws.dropped(self.kept_of, self.dropouts, args, kwargs)
+                self.dropouts += result is not None
+                return function(*args, **kwargs) if result is None else result
         if function is F.gumbel_softmax:
             TorchFunctionMode.__enter__(self)  # what it calls is seen, too
             try:

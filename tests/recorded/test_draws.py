@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep import judge
 from lockstep.ground.errors import UserError
-from lockstep.recorder import parallelism
+from lockstep.recorder import dropped, parallelism
 from lockstep.verdict.draws import require_known
+from lockstep.verdict.float64 import Told
 
 OWN = np.random.default_rng(0)
 KINDS = {
@@ -119,8 +120,14 @@ def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkey
     assert status == 1 and "forward/layers.0.1 (" in said
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A GPU's random numbers are another generator's, so which elements dropout keeps is recorded."""
+    monkeypatch.setattr(dropped, "draws_as_a_cpu", lambda _: False)
+
+
 def elsewhere(folder, **made):
-    """As if it had been recorded on a GPU, whose random numbers are another generator's."""
+    """As if it had been recorded on a GPU."""
     content = json.loads((folder / "model.json").read_text())
     content["origin"] |= {"device": "cuda:0", **made}
     (folder / "model.json").write_text(json.dumps(content))
@@ -157,17 +164,71 @@ def adapted(folder, **autocast):
 
 
 @pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
-def test_what_a_gpu_left_out_is_seen(tmp_path, capsys, memory):
+def test_what_a_gpu_left_out_is_recorded(tmp_path, capsys, on_gpu, memory):
     adapted(tmp_path, enabled=False)
     elsewhere(tmp_path)
     status, said = judged(tmp_path, capsys, *memory)
     assert status == 0 and said.startswith("PASS: 2 steps"), said
     path = tmp_path / "rank_0" / "step_1.safetensors"
     tensors = load_file(path)  # negative control: one element less was left out
-    name = next(name for name in tensors if name.startswith("forward/0/dropout@2"))
-    tensors[name].view(-1)[tensors[name].flatten().eq(0).nonzero()[0]] = 1.0
+    tensors["dropped/0/2"][0] ^= 16
     save_file(tensors, path)
     assert judged(tmp_path, capsys)[0] == 1
+    del tensors["dropped/0/2"]
+    save_file(tensors, path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 2 and "dropout of 0.3 is active in call 3 of dropout" in said
+
+
+class Attends(torch.nn.Module):
+    """Drops probabilities of attention and in place, by functions, and computes a part again in the backward pass."""
+
+    def __init__(self, p=0.2):
+        super().__init__()
+        self.embedding, self.head, self.p = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32), p
+        self.qkv, self.again = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def mix(self, x):
+        return F.dropout(self.again(x), self.p, self.training, True)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        q, k, v = self.qkv(F.dropout(x, 0.1, False)).chunk(3, -1)
+        x = x + F.dropout((q @ k.transpose(1, 2) / 4).softmax(-1), p=self.p, training=self.training) @ v
+        for _ in range(2):
+            x = x + checkpoint(self.mix, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_functions_that_drop_elements_on_a_gpu(tmp_path, capsys, on_gpu, autocast):
+    torch.manual_seed(0)
+    net = Attends()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = net(torch.randint(0, 32, (4, 9))).flatten(0, 1)
+            F.cross_entropy(logits.float(), torch.randint(0, 32, (36,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elsewhere(tmp_path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+    path = tmp_path / "rank_0" / "step_1.json"
+    path.write_text(path.read_text().replace('"dropouts": 3', '"dropouts": 4'))
+    status, said = judged(tmp_path, capsys)
+    assert status == 2 and "the reference calls dropout 3 times, and 4 calls were seen in the run" in said
+
+
+def test_a_bug_beside_dropout_on_a_gpu_is_found(tmp_path, capsys, on_gpu, monkeypatch):
+    real = F.dropout
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, *more: real(x, p, *more) * (1 - p))
+    adapted(tmp_path, enabled=False)
+    monkeypatch.setattr(F, "dropout", real)
+    elsewhere(tmp_path)
+    status, said = judged(tmp_path, capsys)
+    assert status == 1 and "forward/dropout" in said
 
 
 def test_what_is_computed_in_tf32():
@@ -180,19 +241,39 @@ def test_what_is_computed_in_tf32():
 
 
 @pytest.mark.parametrize(
-    "kind, change, message",
+    "kind, message",
     [
-        ("hidden", None, "the model calls rrelu, and the reference would draw other random numbers"),
-        ("of its own", None, "it draws random numbers that are not those of torch on CPUs, Python's random"),
-        ("dropout", elsewhere, "dropout of 0.1 is active in lstm, and a CPU, where the reference"),
+        ("hidden", "the model calls rrelu, and the reference would draw other random numbers"),
+        ("of its own", "it draws random numbers that are not those of torch on CPUs, Python's random"),
     ],
 )
-def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, change, message):
+def test_what_cannot_be_drawn_again_is_refused(tmp_path, capsys, kind, message):
     recorded(tmp_path, kind)
-    if change is not None:
-        change(tmp_path)
     status, said = judged(tmp_path, capsys)
     assert status == 2 and message in said
+
+
+INSIDE = {
+    "lstm": (torch.nn.LSTM(8, 8, 2, dropout=0.1), lambda net, x: net(x)[0]),
+    "gru": (torch.nn.GRU(8, 8, 2, dropout=0.1), lambda net, x: net(x)[0]),
+    "dropout1d": (torch.nn.Dropout1d(0.1), lambda net, x: net(x)),
+    "alpha_dropout": (torch.nn.AlphaDropout(0.1), lambda net, x: net(x)),
+    "scaled_dot_product_attention": (
+        torch.nn.Identity(),
+        lambda net, x: F.scaled_dot_product_attention(net(x), x, x, dropout_p=0.1 * net.training),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_gpu_drops_inside_of_a_function_is_refused(name):
+    net, call = INSIDE[name]
+    x, mode = torch.randn(2, 4, 8), Told()
+    mode.kept_of = lambda *_: None
+    with mode:
+        assert call(net.eval(), x).shape == x.shape
+        with pytest.raises(UserError, match=f"dropout of 0.1 is active in {name}, and a CPU"):
+            call(net.train(), x)
 
 
 class Inside(torch.nn.Module):

@@ -104,6 +104,19 @@ def test_what_rounding_errors_hide(bug, copied):
     )
 
 
+@pytest.mark.parametrize(("times", "wrong"), [(1.00002, {"cpu"}), (1.003, {"cpu", "cuda"})])
+def test_a_gpu_is_allowed_what_it_cuts_from_sums(copied, times, wrong):
+    name = f"gradient/{PROJECTION}.weight"
+    change_tensor(copied / "fsdp", 1, name, lambda tensor: tensor.mul_(times))
+    for device in ("cpu", "cuda"):
+        dump, reference = Dump(copied / "fsdp"), Dump(copied / "reference")
+        dump.run["config"]["device"] = device
+        exact, plain = forced.plain_model(dump), forced.plain_model(dump)
+        make_exact(exact, dump.layout.tables)
+        rows = forced.judge(dump, reference, exact, plain).rows
+        assert {row.name for row in rows if row.too_far} == ({name} if device in wrong else set()), device
+
+
 def test_what_only_a_module_by_itself_shows_is_not_explained(copied):
     name, by, wrong = BUGS["output of one sample"]
     change_tensor(copied / "fsdp", 1, name, by)
