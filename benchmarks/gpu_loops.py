@@ -32,7 +32,7 @@ WORDS = """
 autocast bfloat16 by autocast | fp16 float16 by autocast, with a GradScaler | bf16 all weights in bfloat16 | high float32 matmul precision
 ieee no TF32 | clip a gradient norm of 0.5 | accumulate 4 micro batches | fused foreach capturable sgd muon the optimizer | padded long eager tied
 checkpoint of transformers | flash efficient cudnn math flex the attention | compile overhead in-place layers what torch.compile is given
-ddp fsdp mixed offload over NCCL, one rank | prefetch batches copied on another stream | channels-last
+DDP FSDP2 mixed offload over NCCL, one rank | prefetch batches copied on another stream | channels-last
 bug-loss the loss times 2 | bug-grad one gradient times 1.003
 """
 BUG = "bug-"
@@ -45,7 +45,7 @@ LOOPS = [
     *(f"llama autocast {words}" for words in ("checkpoint", "padded", "eager", "tied", "long high")),
     *(f"llama {words}" for words in ("padded", "long", "compile", "autocast compile", "compile overhead")),
     *(f"llama {words}" for words in ("autocast compile in-place", "autocast prefetch", "fused")),
-    *(f"llama {words}" for words in ("ddp", "fsdp", "fsdp mixed", "fsdp offload")),
+    *(f"llama {words}" for words in ("DDP", "FSDP2", "FSDP2 mixed", "FSDP2 offload")),
     *("gpt2", "gpt2 no-dropout", "gpt2 no-dropout autocast", "gpt2 residual", "gpt2 residual autocast"),
     *("experts", "experts autocast", "experts bf16"),
     *("conv", "conv ieee", "conv autocast", "conv autocast channels-last", "conv channels-last ieee"),
@@ -53,7 +53,10 @@ LOOPS = [
     *(f"own {words}".strip() for words in ("", "autocast", "bf16", "fp16", "muon", "autocast prefetch")),
     *(f"own {words}" for words in ("flash autocast", "efficient", "efficient autocast", "cudnn autocast")),
     *(f"own {words}" for words in ("math", "math autocast", "flex", "flex autocast")),
-    *(f"own {words}" for words in ("layers compile", "autocast layers compile", "fsdp mixed layers compile")),
+    *(
+        f"own {words}"
+        for words in ("layers compile", "autocast layers compile", "FSDP2 mixed layers compile")
+    ),
     *(f"{size} {words}".strip() for size in ("vocabulary", "wide") for words in ("", "autocast", "bf16")),
     *(
         "wide fp16 clip",
@@ -254,7 +257,7 @@ def prepared(net: nn.Module, words: list[str]) -> nn.Module:
     layers = getattr(net, "blocks", None) or getattr(getattr(net, "model", None), "layers", ())
     if "checkpoint" in words:
         net.gradient_checkpointing_enable()
-    if "ddp" in words or "fsdp" in words:
+    if "DDP" in words or "FSDP2" in words:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(20000 + os.getpid() % 20000)
         )
@@ -262,7 +265,7 @@ def prepared(net: nn.Module, words: list[str]) -> nn.Module:
     if "compile" in words and "layers" in words:
         for number, one in enumerate(layers):
             layers[number] = torch.compile(one)
-    if "fsdp" in words:
+    if "FSDP2" in words:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         more = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if "mixed" in words else {}
@@ -270,7 +273,7 @@ def prepared(net: nn.Module, words: list[str]) -> nn.Module:
         for one in layers:
             fully_shard(one, **more)
         fully_shard(net, **more)
-    if "ddp" in words:
+    if "DDP" in words:
         return nn.parallel.DistributedDataParallel(net)
     if "in-place" in words:
         net.compile()
