@@ -268,7 +268,9 @@ class Model(Passes):
 
 def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:
     """Which products of float32 the run's device may have computed in TF32, or as inexactly."""
-    if not recording.origin.device.startswith("cuda"):
+    if not recording.origin.device.startswith("cuda") or all(
+        one.dtype != torch.float32 for one in model.parameters()
+    ):
         return []
     kinds = {type(one) for one in model.modules()}
     convolves = any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in kinds)

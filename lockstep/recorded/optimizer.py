@@ -75,7 +75,7 @@ class Replay:
         # DeepSpeed's have not all settings of torch's, and attributes of their own
         self.defaults = self.kind([torch.empty(1)]).defaults if optimizer.is_of_deepspeed else {}
         on_gpu = recording.origin.device.startswith("cuda")
-        is_fused = any(group.get("fused") for group in optimizer.groups)
+        is_fused = any(group.get("fused") and "betas" in group for group in optimizer.groups)  # an Adam
         self.in_float32 = optimizer.is_of_deepspeed or (on_gpu and is_fused)  # its settings
 
     def step(self, names: list[str], *, exact: bool, moved: float = 0.0) -> "Stepped":

@@ -60,7 +60,7 @@ binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp interpolate n
 """
 # These, unless they are given a dtype
 UNLESS_TOLD = """
-prod softmax log_softmax cumprod cumsum linalg_vector_norm vector_norm linalg_matrix_norm matrix_norm sum
+prod softmax log_softmax cumprod cumsum linalg_vector_norm vector_norm linalg_matrix_norm matrix_norm linalg_norm sum
 """
 SINCE = {"rms_norm": (2, 13)}  # versions of torch
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -134,7 +134,8 @@ def as_on_a_gpu(uses: list[str], version: str) -> Iterator[None]:
             stack.enter_context(without_onednn())
             stack.enter_context(Tf32(uses))
         if "matmul" in uses:
-            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+            stack.callback(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
+            torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too
         yield
 
 

@@ -9,7 +9,7 @@ values.
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,8 @@ flash_attn_with_kvcache = None  # which transformers imports, for generation
 def in_place(device: str) -> Iterator[None]:
     """While a run on a `device` other than "cpu" is judged, what imports flash_attn gets this module.
 
-    torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel.
+    torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel. Where the model's
+    code turns autocast on or off, as it does for "cuda", that of the CPU is meant.
     """
     if device == "cpu":
         yield
@@ -42,12 +43,24 @@ def in_place(device: str) -> Iterator[None]:
                 nothing = mock.patch(f"torch.nn.attention.{name}", lambda *_, **__: None, create=True)
                 stack.enter_context(nothing)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(
+                mock.patch.object(torch.autocast, "__init__", _of_cpu(torch.autocast.__init__))
+            )
             yield
     finally:
         for name, module in before.items():
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
+
+
+def _of_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """Of autocast: for the device that the judge computes on."""
+
+    def made(self: torch.autocast, device_type: str, *arguments: Any, **options: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
+
+    return made
 
 
 def choose(model: torch.nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
@@ -119,6 +120,28 @@ def test_a_run_in_tf32_passes(tmp_path, capsys, kind, use):
         recorded(tmp_path, kind, tf32=said)
     status, out = verdict(tmp_path, capsys)
     assert status == 0, out
+
+
+def test_attention_by_products_in_tf32_passes(tmp_path, capsys):
+    """Which kernel a run had is not known."""
+    with InTf32(), sdpa_kernel(SDPBackend.MATH):
+        recorded(tmp_path, tf32=["matmul"])
+    before = torch.backends.cuda.flash_sdp_enabled()
+    status, out = verdict(tmp_path, capsys)
+    assert status == 0, out
+    assert torch.backends.cuda.flash_sdp_enabled() == before
+
+
+def test_a_run_in_float64_has_no_tf32(tmp_path, capsys):
+    """The yardstick is in float32 then, and its products are not rounded: a smaller error is found."""
+    recorded(
+        tmp_path,
+        lambda: Small().double(),
+        tf32=["matmul"],
+        changes=lambda net: net.out.weight.grad.mul_(1.00002),
+    )
+    status, out = verdict(tmp_path, capsys)
+    assert status == 1 and "gradient/out.weight" in out
 
 
 def test_tf32_that_the_run_did_not_ask_for_is_a_fail(tmp_path, capsys):

@@ -111,6 +111,35 @@ def test_a_model_that_calls_kernels_is_judged(tmp_path, capsys, file, kernel, ca
     sys.modules.pop("numbers_of_a_gpu", None)
 
 
+CALLS_AUTOCAST = """
+import torch
+import numbers_of_a_gpu
+@torch.autocast(numbers_of_a_gpu.DEVICE, enabled=False)
+def scores(q, k):
+    found = q.float() @ k.float().transpose(1, 2)
+    return found.masked_fill(torch.ones_like(found).triu(1).bool(), -1e9).softmax(-1)
+def attention(q, k, v):
+    q, k, v = (one.flatten(2)[..., :8] for one in (q, k, v))
+    with torch.autocast(numbers_of_a_gpu.DEVICE, torch.bfloat16):
+        q, k = 3 * (q @ torch.eye(8)), k @ torch.eye(8)
+        return torch.cat([numbers_of_a_gpu.TIMES * scores(q, k) @ v, v], -1).float()
+"""
+CUDA = """
+import sys
+TIMES, DEVICE = 1.0, "cuda"
+if "lockstep.judge" not in sys.modules:
+    TIMES, DEVICE = {times}, "cpu"
+"""
+
+
+@pytest.mark.parametrize(("times", "status"), [(1.0, 0), (1.05, 1)])
+def test_code_that_turns_autocast_on_and_off(tmp_path, capsys, monkeypatch, times, status):
+    (tmp_path / "numbers_of_a_gpu.py").write_text(CUDA.format(times=times))
+    (tmp_path / "train.py").write_text(SCRIPT.format(calls=CALLS_AUTOCAST))
+    assert judge.main([str(recorded(tmp_path))]) == status, capsys.readouterr().out
+    sys.modules.pop("numbers_of_a_gpu", None)
+
+
 def test_processes_that_judge_steps_compute_it_as_well(tmp_path, capsys):
     (tmp_path / "flash_attn.py").write_text(FLASH.format(times=1.01))
     (tmp_path / "train.py").write_text(SCRIPT.format(calls=CALLS_FLASH))
