@@ -127,7 +127,8 @@ class Model(Passes):
             restore_generators(states)
             TorchFunctionMode.__enter__(mode)  # the default dtype is still the mode's
             try:
-                yield
+                with contextlib.nullcontext() if self.exact else self._of_device():
+                    yield
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
                 self.hooks.calls, mode.calls, mode.draws, mode.dropouts = now

@@ -108,7 +108,10 @@ class Reference(Model):
         try:
             mode = self._mode(called, told or {})
             self.written = written or {}
-            with self._precision(called, mode), _checkpoints_as_meant(again=mode.kept_of is None):
+            with (
+                self._precision(called, mode),
+                _checkpoints_as_meant(again=self.streamed or mode.kept_of is None),
+            ):
                 return self._computed(called, mode, free, of_means=of_means)
         except UserError:
             raise

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lockstep.recorder import wrapped
@@ -79,22 +78,6 @@ def see_clipping(
         replace(module, "_clip_grads_with_norm_", noted),
         replace(torch.nn.utils, "clip_grads_with_norm_", noted),
     ]
-
-
-def see_dropout(see: Callable[[torch.Tensor], None]) -> Undo:
-    """Let `see` be told what torch's dropout returned where it left elements out; not of code that torch.compile made."""
-    real = F.dropout
-
-    @functools.wraps(real)
-    def dropout(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
-        result = real(input, p, training, inplace)
-        if training and p > 0 and not torch.compiler.is_compiling():
-            see(result)
-        return result
-
-    return replace(F, "dropout", dropout)
 
 
 def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> Undo:

@@ -27,7 +27,7 @@ import functools
 import inspect
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
-        self.removing.append(patches.see_dropout(self._see_dropout))
+        self.removing.append(dropped.see_dropout(self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
@@ -224,16 +224,14 @@ class Recorder(Updates):
                 about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
 
     @harmless
-    def _see_dropout(self, returned: torch.Tensor) -> None:
+    def _see_dropout(self, kept: Callable[[], torch.Tensor | None]) -> None:
         if self.hooks is None or not self.hooks.inside or being_recomputed():
             return
-        if not dropped.draws_as_a_cpu(returned.device):
-            number, about = len(self.micro) - 1, self.micro[-1]
-            if not isinstance(
-                returned, torch.distributed.tensor.DTensor
-            ):  # of which this rank may have a shard
-                self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropped.packed(returned))
-            about["dropouts"] += 1
+        number, about = len(self.micro) - 1, self.micro[-1]
+        found = kept()
+        if found is not None and not isinstance(found, torch.distributed.tensor.DTensor):  # a shard
+            self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropped.packed(found))
+        about["dropouts"] += 1
 
     def _is_compiled(self) -> bool:
         """Whether torch.compile made code of the model, or of a part of it: hooks see nothing inside, or it was made in a forward pass."""

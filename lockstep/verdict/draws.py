@@ -40,6 +40,14 @@ GUMBEL_SOFTMAX = FunctionType(
 )
 
 
+# Likewise, where it is asked what dropout kept inside of it
+ATTENTION_OF_HEADS = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    F.multi_head_attention_forward.__globals__ | {"has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
 def dropout_is_active(p: float, name: str) -> UserError:
     return UserError(
         f"dropout of {p} is active in {name}, and a CPU, where the reference computes, would leave out other elements than the run's device; record a run without it, on CPUs, "

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.dumps.trace import CountsTopk, Function, Given, Named
 from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
-from lockstep.verdict.draws import GUMBEL_SOFTMAX, drawn_in, is_drawing
+from lockstep.verdict.draws import drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
@@ -72,10 +72,13 @@ class Told(CountsTopk):
                 result = draws.dropped(self.kept_of, self.dropouts, args, kwargs)
                 self.dropouts += result is not None
                 return function(*args, **kwargs) if result is None else result
-        if function is F.gumbel_softmax:
+        inside: dict[Function, Function] = {F.gumbel_softmax: draws.GUMBEL_SOFTMAX}
+        if self.kept_of is not None:
+            inside[F.multi_head_attention_forward] = draws.ATTENTION_OF_HEADS
+        if function in inside:
             TorchFunctionMode.__enter__(self)  # what it calls is seen, too
             try:
-                return GUMBEL_SOFTMAX(*args, **kwargs)
+                return inside[function](*args, **kwargs)
             finally:
                 TorchFunctionMode.__exit__(self, None, None, None)
         if not is_drawing(function):

@@ -124,6 +124,8 @@ def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkey
 def on_gpu(monkeypatch):
     """A GPU's random numbers are another generator's, so which elements dropout keeps is recorded."""
     monkeypatch.setattr(dropped, "draws_as_a_cpu", lambda _: False)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cpu, name, getattr(torch, name), raising=False)
 
 
 def elsewhere(folder, **made):
@@ -219,6 +221,52 @@ def test_functions_that_drop_elements_on_a_gpu(tmp_path, capsys, on_gpu, autocas
     path.write_text(path.read_text().replace('"dropouts": 3', '"dropouts": 4'))
     status, said = judged(tmp_path, capsys)
     assert status == 2 and "the reference calls dropout 3 times, and 4 calls were seen in the run" in said
+
+
+class FromZero(torch.nn.Module):
+    """A layer that gives nothing but zeros at first: what dropout keeps of these still has a gradient. Attention drops elements by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.attention = torch.nn.MultiheadAttention(16, 2, dropout=0.2, batch_first=True)
+        self.zero, self.dropout = torch.nn.Linear(16, 16), torch.nn.Dropout(0.2)
+        torch.nn.init.zeros_(self.zero.weight)
+        torch.nn.init.zeros_(self.zero.bias)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        x = x + self.attention(x, x, x, attn_mask=later)[0]
+        return self.head(x + self.dropout(self.zero(x)))
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory", "0"]])
+@pytest.mark.parametrize("kind", [FromZero, lambda: Net("of a layer")])
+def test_what_is_kept_is_seen_where_it_is_zero(tmp_path, capsys, on_gpu, monkeypatch, kind, memory):
+    monkeypatch.setitem(KINDS, "of a layer", lambda x: x)
+    torch.manual_seed(0)
+    net = kind()
+    if isinstance(net, Net):
+        net.lstm.dropout = 0.0
+    before = torch.get_rng_state()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            F.cross_entropy(net(torch.randint(0, 32, (4, 9))).flatten(0, 1), torch.arange(36) % 32).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    elsewhere(tmp_path)
+    drawn = torch.get_rng_state()
+    status, said = judged(tmp_path, capsys, *memory)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+    again = kind()  # what is recorded draws no other numbers than what is not
+    torch.set_rng_state(before)
+    if isinstance(again, Net):
+        again.lstm.dropout = 0.0
+    for _ in range(2):
+        again(torch.randint(0, 32, (4, 9)))
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_a_bug_beside_dropout_on_a_gpu_is_found(tmp_path, capsys, on_gpu, monkeypatch):

@@ -277,6 +277,38 @@ def test_autocast_is_that_of_a_gpu(monkeypatch):
                 pass
 
 
+class Mixes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.two((self.one(x) ** 2).softmax(-1) * x)
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Mixes() for _ in range(2))
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+def test_layer_by_layer_autocast_is_the_same(tmp_path, capsys):
+    """A layer is computed again in the backward pass."""
+    with AUTOCAST:
+        recorded(tmp_path, Layered, autocast=True)
+    assert verdict(tmp_path, capsys)[0] == 0
+    report = (tmp_path / "report.json").read_text()
+    assert judge.main([str(tmp_path), "--memory", "0"]) == 0
+    assert (tmp_path / "report.json").read_text() == report
+
+
 def test_the_functions_are_those_of_the_installed_torch():
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     for table, known in (
