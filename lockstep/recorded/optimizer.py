@@ -74,9 +74,18 @@ class Replay:
             self.kind = self._class()
         # DeepSpeed's have not all settings of torch's, and attributes of their own
         self.defaults = self.kind([torch.empty(1)]).defaults if optimizer.is_of_deepspeed else {}
-        on_gpu = recording.origin.device.startswith("cuda")
-        is_fused = any(group.get("fused") and "betas" in group for group in optimizer.groups)  # an Adam
-        self.in_float32 = optimizer.is_of_deepspeed or (on_gpu and is_fused)  # its settings
+        self.in_float32 = any(map(self._is_in_float32, optimizer.groups))
+
+    def _is_in_float32(self, group: dict[str, Any]) -> bool:
+        """Whether a group's settings are float32: those of DeepSpeed, and of torch's fused Adams on a GPU since 2.11."""
+        origin = self.recording.origin
+        if self.optimizer.is_of_deepspeed or not (group.get("fused") and "betas" in group):
+            return self.optimizer.is_of_deepspeed
+        version = tuple(map(int, origin.versions["torch"].split("+")[0].split(".")[:2]))
+        single = all(
+            self.weights[name].dtype != torch.float64 for name in group["params"] if name in self.weights
+        )
+        return origin.device.startswith("cuda") and version >= (2, 11) and single
 
     def step(self, names: list[str], *, exact: bool, moved: float = 0.0) -> "Stepped":
         """One step of the optimizer, as if it held these parameters alone.
@@ -151,7 +160,7 @@ class Replay:
         for group in self.optimizer.groups:
             said = {key: one for key, one in group.items() if key != "params"}
             values = _values(building, said)
-            if self.in_float32:
+            if self._is_in_float32(group):
                 values = self.defaults | tree_map(_float32, values)
             values |= {key: one for key, one in IMPLEMENTATION.items() if key in values}
             held = [building.parameters[name] for name in group["params"] if name in building.parameters]

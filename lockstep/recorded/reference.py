@@ -13,6 +13,7 @@ from lockstep.ground.errors import UserError, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import Model
 from lockstep.recorded.own_loss import Loss
+from lockstep.recorded.streamed import Streamed
 from lockstep.recorder.called import LOG_PROBS, Called
 from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
@@ -110,7 +111,7 @@ class Reference(Model):
             self.written = written or {}
             with (
                 self._precision(called, mode),
-                _checkpoints_as_meant(again=self.streamed or mode.kept_of is None),
+                _checkpoints_as_meant(again=mode.kept_of is None),
             ):
                 return self._computed(called, mode, free, of_means=of_means)
         except UserError:
@@ -309,7 +310,7 @@ class _Called:
         return function(*arguments)
 
 
-def _nothing_kept(*_given: Any, **_named: Any) -> Iterator[None]:
+def _nothing_kept() -> Iterator[None]:
     """What torch's checkpoint goes on with after the function."""
     yield
 
@@ -327,8 +328,12 @@ def _checkpoints_as_meant(*, again: bool) -> Iterator[None]:
     def keeping(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any, **named: Any) -> Any:
         return real[1](function, True, *arguments, **named)
 
+    def of_units(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        is_own = getattr(function, "__qualname__", "").startswith(Streamed.__name__)
+        return keeping(function, *given, **named) if is_own else _nothing_kept()
+
     file.CheckpointFunction = _Called
-    file._checkpoint_without_reentrant_generator = keeping if again else _nothing_kept
+    file._checkpoint_without_reentrant_generator = keeping if again else of_units
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lockstep.recorder.patches import Undo, replace
@@ -16,8 +17,8 @@ def draws_as_a_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def see_dropout(see: Callable[[Callable[[], torch.Tensor | None]], None]) -> Undo:
-    """Let `see` be told of every call of torch's dropout that draws other random numbers than a CPU, but of compiled code.
+def see_dropout(counts: Callable[[], bool], see: Callable[[Callable[[], torch.Tensor | None]], None]) -> Undo:
+    """Let `see` be told of the calls of torch's dropout that draw other random numbers than a CPU, while `counts`, but of compiled code.
 
     It is given a function that returns which elements were kept, or None if that cannot be seen.
     """
@@ -27,7 +28,12 @@ def see_dropout(see: Callable[[Callable[[], torch.Tensor | None]], None]) -> Und
     def dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
-        if not training or p == 0 or torch.compiler.is_compiling() or not _is_other(input.device):
+        if (
+            not training
+            or p == 0
+            or torch.compiler.is_compiling()
+            or not (_is_other(input.device) and counts())
+        ):
             return real(input, p, training, inplace)
         generator: Any = torch.get_device_module(input.device)
         of = (input.device,) if input.device.type == "cuda" else ()
@@ -36,6 +42,10 @@ def see_dropout(see: Callable[[Callable[[], torch.Tensor | None]], None]) -> Und
 
         @torch.no_grad()
         def kept() -> torch.Tensor | None:
+            if isinstance(
+                result, DTensor
+            ):  # of which this rank may have a shard, and which keeps a state of its own
+                return None
             # A zero may be one that was kept. So the same numbers are drawn for ones, which leaves the generator as it is.
             after = generator.get_rng_state(*of)
             generator.set_rng_state(before, *of)
@@ -56,9 +66,9 @@ def see_dropout(see: Callable[[Callable[[], torch.Tensor | None]], None]) -> Und
 
 def _is_other(device: torch.device) -> bool:
     """Whether its random numbers are not a CPU's, and can be drawn twice."""
-    return not draws_as_a_cpu(device) and not (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    )
+    if draws_as_a_cpu(device) or device.type == "meta":
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
-        self.removing.append(dropped.see_dropout(self._see_dropout))
+        self.removing.append(dropped.see_dropout(self._sees_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
@@ -223,13 +223,14 @@ class Recorder(Updates):
             else:
                 about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
 
+    def _sees_dropout(self) -> bool:
+        return self.hooks is not None and self.hooks.inside and not being_recomputed()
+
     @harmless
     def _see_dropout(self, kept: Callable[[], torch.Tensor | None]) -> None:
-        if self.hooks is None or not self.hooks.inside or being_recomputed():
-            return
         number, about = len(self.micro) - 1, self.micro[-1]
         found = kept()
-        if found is not None and not isinstance(found, torch.distributed.tensor.DTensor):  # a shard
+        if found is not None:
             self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropped.packed(found))
         about["dropouts"] += 1
 

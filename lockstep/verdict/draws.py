@@ -72,8 +72,10 @@ def dropped(keep: Keep, call: int, args: Given, kwargs: Named) -> torch.Tensor |
     kept = keep(call, tensor.shape)
     if kept is None:
         raise dropout_is_active(p, f"call {call + 1} of dropout")
-    scaled = kept.to(tensor.dtype) / (1 - p if p < 1 else 1)
-    return tensor.mul_(scaled) if inplace else tensor * scaled
+    # A GPU multiplies in float32, and rounds once.
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    found = (wide * kept / (1 - p if p < 1 else 1)).to(tensor.dtype)
+    return tensor.copy_(found) if inplace else found
 
 
 def require_no_dropout(function: Function, args: Given, kwargs: Named) -> None:

@@ -79,7 +79,7 @@ class CudaAutocast(TorchFunctionMode):
         self, function: Function, _types: object, args: Given = (), kwargs: Named | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") and "out" not in kwargs:
             name = getattr(function, "__name__", "").removeprefix("__").removesuffix("__")
             if name in self.always or (name in self.unless_told and kwargs.get("dtype") is None):
                 args = tuple(map(_in_float32, args))
@@ -95,7 +95,10 @@ def _in_float32(value: Any) -> Any:
 
 # What TF32 is used for, and which arguments are multiplied
 PRODUCTS: dict[str, dict[Any, tuple[int, ...]]] = {
-    "matmul": {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)},
+    "matmul": dict.fromkeys((aten.mm, aten.bmm), (0, 1))
+    | dict.fromkeys(
+        (aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), (1, 2)
+    ),
     "convolution": {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)},
 }
 PRODUCTS["recurrent"] = PRODUCTS["matmul"]  # which these are made of on a CPU
@@ -113,9 +116,13 @@ class Tf32(TorchDispatchMode):
         self, function: Any, _types: object, args: Given = (), kwargs: Named | None = None
     ) -> Any:
         places = self.products.get(function.overloadpacket, ())
-        if places and all(args[place].dtype == torch.float32 for place in places):
+        if places and all(_is_single(args[place]) for place in places):
             args = tuple(rounded(one) if place in places else one for place, one in enumerate(args))
         return function(*args, **(kwargs or {}))
+
+
+def _is_single(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.layout is torch.strided
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import lockstep
 from lockstep import judge
 from lockstep.ground.errors import UserError
 from lockstep.recorder import dropped, parallelism
+from lockstep.verdict import draws
 from lockstep.verdict.draws import require_known
 from lockstep.verdict.float64 import Told
 
@@ -267,6 +268,18 @@ def test_what_is_kept_is_seen_where_it_is_zero(tmp_path, capsys, on_gpu, monkeyp
     for _ in range(2):
         again(torch.randint(0, 32, (4, 9)))
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_copy_on_the_meta_device_is_let_alone(tmp_path):
+    with lockstep.record(torch.nn.Linear(2, 2), tmp_path):
+        assert F.dropout(torch.ones(2, device="meta"), 0.5).device.type == "meta"
+
+
+def test_dropout_of_16_bits_is_scaled_in_float32():
+    x = torch.randn(4096).bfloat16()
+    found = draws.dropped(lambda _, shape: torch.ones(shape, dtype=torch.bool), 0, (x,), {"p": 0.1})
+    assert torch.equal(found, (x.float() / 0.9).bfloat16())
+    assert not torch.equal(found, x * torch.tensor(1 / 0.9).bfloat16())
 
 
 def test_a_bug_beside_dropout_on_a_gpu_is_found(tmp_path, capsys, on_gpu, monkeypatch):

@@ -122,6 +122,16 @@ def test_a_run_in_tf32_passes(tmp_path, capsys, kind, use):
     assert status == 0, out
 
 
+def test_products_in_place_are_in_tf32_too():
+    a, b = torch.randn(8, 64), torch.randn(64, 8)
+    with gpu_arithmetic.Tf32(["matmul"]):
+        made = [torch.zeros(8, 8).addmm_(a, b), torch.addmm(torch.zeros(8, 8), a, b), a @ b]
+        batched = torch.addbmm(torch.zeros(8, 8), a[None], b[None])
+    want = InTf32.rounded(a) @ InTf32.rounded(b)
+    assert all(torch.allclose(one, want, rtol=0, atol=1e-5) for one in (*made, batched))
+    assert not torch.allclose(a.double() @ b.double(), want.double(), rtol=0, atol=1e-5)
+
+
 def test_attention_by_products_in_tf32_passes(tmp_path, capsys):
     """Which kernel a run had is not known."""
     with InTf32(), sdpa_kernel(SDPBackend.MATH):
@@ -242,6 +252,34 @@ def test_fused_adamw_has_its_settings_in_float32_on_a_gpu(tmp_path, capsys, monk
     assert status == 1 and "exp_avg_sq" in out
 
 
+def as_of(folder, version):
+    path = folder / "model.json"
+    said = json.loads(path.read_text())
+    said["origin"]["versions"]["torch"] = version
+    path.write_text(json.dumps(said))
+    return folder
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.10.0+cu130", 0), ("2.11.0+cu130", 1)])
+def test_earlier_kernels_have_settings_in_float64(tmp_path, capsys, version, status):
+    """torch's kernel for CPUs has, too."""
+    recorded(tmp_path, make=lambda of: torch.optim.AdamW(of, lr=1e-2, fused=True))
+    assert verdict(as_of(tmp_path, version), capsys)[0] == status
+
+
+def test_a_group_that_is_not_fused_has_settings_in_float64(tmp_path, capsys, monkeypatch):
+    def make(of):
+        first, *others = of
+        groups = [{"params": [first], "fused": False}, {"params": others, "fused": True}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
+    recorded(tmp_path, make=make)
+    monkeypatch.undo()
+    status, out = verdict(tmp_path, capsys)
+    assert status == 0, out
+
+
 def test_another_beta_of_fused_adamw_is_found(tmp_path, capsys, monkeypatch):
     def other(*given, beta2, **more):
         fused_adamw(*given, beta2=beta2 + 1e-7, **more)
@@ -253,7 +291,7 @@ def test_another_beta_of_fused_adamw_is_found(tmp_path, capsys, monkeypatch):
     assert status == 1 and "exp_avg_sq" in out
 
 
-def test_autocast_is_that_of_a_gpu(monkeypatch):
+def test_autocast_is_that_of_a_gpu():
     x = torch.randn(4, 8).bfloat16()
     calls = {
         "pow": lambda: x.abs() ** 3,
@@ -273,8 +311,10 @@ def test_autocast_is_that_of_a_gpu(monkeypatch):
             assert x.sum(dtype=torch.bfloat16).dtype == torch.bfloat16
             assert F.relu(x).dtype == torch.bfloat16
             assert F.rms_norm(x, (8,)).dtype == torch.float32
-            with gpu_arithmetic.CudaAutocast("2.11.0+cu130"):
-                pass
+    with torch.autocast("cpu", torch.bfloat16), gpu_arithmetic.CudaAutocast("2.11.0+cu130"):
+        assert F.rms_norm(x, (8,)).dtype == torch.bfloat16
+        out = torch.empty_like(x)
+        assert torch.equal(torch.exp(x, out=out), out) and bool(out.any())
 
 
 class Mixes(nn.Module):
