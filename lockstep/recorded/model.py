@@ -47,7 +47,6 @@ class Model(Passes):
         self.model, self.exact = recording.build(), exact
         self.kernels: list[str] = []
         self.in_tf32 = tf32_of(recording, self.model)
-        self.has_float32 = any(one.dtype == torch.float32 for one in self.model.parameters())
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
@@ -265,10 +264,7 @@ class Model(Passes):
         origin = self.recording.origin
         if not origin.device.startswith("cuda"):
             return contextlib.nullcontext()
-        uses = (
-            list(dict.fromkeys([*self.in_tf32, *origin.tf32])) if self.has_float32 else []
-        )  # functions convolve, too
-        return gpu_arithmetic.as_on_a_gpu(uses, origin.versions["torch"])
+        return gpu_arithmetic.as_on_a_gpu(self.in_tf32, origin.versions["torch"])
 
 
 def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:

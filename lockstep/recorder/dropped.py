@@ -22,14 +22,24 @@ def see_dropout(counts: Callable[[], bool], see: Callable[[Callable[[], torch.Te
 
     It is given a function that returns which elements were kept, or None if that cannot be seen.
     """
-    real = F.dropout
+    real, inside = F.dropout, False
+
+    def once(*given: Any) -> torch.Tensor:
+        """A mode of torch functions, such as of a default device, calls torch's function again by its name."""
+        nonlocal inside
+        inside = True
+        try:
+            return real(*given)
+        finally:
+            inside = False
 
     @functools.wraps(real)
     def dropout(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
         if (
-            not training
+            inside
+            or not training
             or p == 0
             or torch.compiler.is_compiling()
             or not (_is_other(input.device) and counts())
@@ -38,18 +48,17 @@ def see_dropout(counts: Callable[[], bool], see: Callable[[Callable[[], torch.Te
         generator: Any = torch.get_device_module(input.device)
         of = (input.device,) if input.device.type == "cuda" else ()
         before = generator.get_rng_state(*of)
-        result = real(input, p, training, inplace)
+        result = once(input, p, training, inplace)
 
         @torch.no_grad()
         def kept() -> torch.Tensor | None:
-            if isinstance(
-                result, DTensor
-            ):  # of which this rank may have a shard, and which keeps a state of its own
+            # Of which this rank may have a shard, and which keeps a state of its own
+            if isinstance(result, DTensor):
                 return None
             # A zero may be one that was kept. So the same numbers are drawn for ones, which leaves the generator as it is.
             after = generator.get_rng_state(*of)
             generator.set_rng_state(before, *of)
-            found = real(torch.ones_like(result), p, training, inplace) != 0
+            found = once(torch.ones_like(result), p, training, inplace) != 0
             same = torch.equal(generator.get_rng_state(*of), after)
             generator.set_rng_state(after, *of)
             # For ones that lie otherwise in memory, a kernel may draw in another order.

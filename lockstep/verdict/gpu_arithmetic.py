@@ -108,6 +108,8 @@ CUT = 13  # bits of float32 that TF32 does not have
 class Tf32(TorchDispatchMode):
     """Inside, operands of products in float32 are rounded to TF32, to nearest and ties to even, in both passes. `uses`: "matmul", "convolution", "recurrent"."""
 
+    supports_higher_order_operators = True  # such as flex_attention, which is computed as it is
+
     def __init__(self, uses: list[str]):
         super().__init__()
         self.products = {packet: places for use in uses for packet, places in PRODUCTS[use].items()}
@@ -115,7 +117,7 @@ class Tf32(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, _types: object, args: Given = (), kwargs: Named | None = None
     ) -> Any:
-        places = self.products.get(function.overloadpacket, ())
+        places = self.products.get(getattr(function, "overloadpacket", None), ())
         if places and all(_is_single(args[place]) for place in places):
             args = tuple(rounded(one) if place in places else one for place, one in enumerate(args))
         return function(*args, **(kwargs or {}))

@@ -208,7 +208,10 @@ def test_functions_that_drop_elements_on_a_gpu(tmp_path, capsys, on_gpu, autocas
     torch.manual_seed(0)
     net = Attends()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with lockstep.record(net, tmp_path):
+    with (
+        lockstep.record(net, tmp_path),
+        torch.device("cpu"),
+    ):  # a mode in which torch calls its functions again
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 logits = net(torch.randint(0, 32, (4, 9))).flatten(0, 1)
