@@ -127,7 +127,7 @@ class Model(Passes):
             restore_generators(states)
             TorchFunctionMode.__enter__(mode)  # the default dtype is still the mode's
             try:
-                with contextlib.nullcontext() if self.exact else self._of_device():
+                with self._of_device():
                     yield
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
@@ -252,17 +252,16 @@ class Model(Passes):
         dtype = called.about.autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
-            if not self.exact:
-                stack.enter_context(self._of_device())
+            stack.enter_context(self._of_device())
             if dtype is not None and not self.exact:
                 # Its cache would keep the weights of all units.
                 stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
             yield
 
     def _of_device(self) -> contextlib.AbstractContextManager[None]:
-        """The arithmetic of the run's device."""
+        """The arithmetic of the run's device, for a yardstick."""
         origin = self.recording.origin
-        if not origin.device.startswith("cuda"):
+        if self.exact or not origin.device.startswith("cuda"):
             return contextlib.nullcontext()
         return gpu_arithmetic.as_on_a_gpu(self.in_tf32, origin.versions["torch"])
 

@@ -16,6 +16,7 @@ from lockstep.recorder.optimizers import bare, tensors_of
 from lockstep.recorder.recorded_step import Optimizer
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.float64 import Float64
+from lockstep.verdict.gpu_arithmetic import release_of
 
 # Of a group: how a step is computed, not what
 IMPLEMENTATION = {"fused": False, "foreach": False, "capturable": False}
@@ -81,7 +82,7 @@ class Replay:
         origin = self.recording.origin
         if self.optimizer.is_of_deepspeed or not (group.get("fused") and "betas" in group):
             return self.optimizer.is_of_deepspeed
-        version = tuple(map(int, origin.versions["torch"].split("+")[0].split(".")[:2]))
+        version = release_of(origin.versions["torch"])
         single = all(
             self.weights[name].dtype != torch.float64 for name in group["params"] if name in self.weights
         )

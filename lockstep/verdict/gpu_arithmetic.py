@@ -66,12 +66,17 @@ SINCE = {"rms_norm": (2, 13)}  # versions of torch
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """(2, 11) of "2.11.0+cu130"."""
+    return tuple(map(int, version.split("+")[0].split(".")[:2]))
+
+
 class CudaAutocast(TorchFunctionMode):
     """Inside, autocast on the CPU casts as a GPU's does, of a version of torch. The functions of Python are seen, not what these call."""
 
     def __init__(self, version: str):
         super().__init__()
-        numbers = tuple(map(int, version.split("+")[0].split(".")[:2]))
+        numbers = release_of(version)
         self.always = {*IN_FLOAT32.split(), *(name for name, first in SINCE.items() if numbers >= first)}
         self.unless_told = set(UNLESS_TOLD.split())
 
