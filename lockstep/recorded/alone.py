@@ -6,6 +6,7 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
+from lockstep.recorded.model import dtype_of
 from lockstep.recorded.reference import Reference
 from lockstep.recorder.called import LOG_PROBS, Called
 from lockstep.verdict import normalisation
@@ -98,9 +99,7 @@ class Alone:
         told = micro.reduce_dtype or micro.param_dtype
         begun = {name: one.dtype for name, one in recording.skeleton.named_parameters()}
         return {
-            name: getattr(torch, told.removeprefix("torch."))
-            if told
-            else max(begun[name], observed[name].dtype, key=_eps)
+            name: dtype_of(told) if told else max(begun[name], observed[name].dtype, key=_eps)
             for name in observed
         }
 

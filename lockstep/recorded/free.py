@@ -9,6 +9,7 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.recorded import redrawn, task
 from lockstep.recorded.alone import Alone
+from lockstep.recorded.model import dtype_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.pieces import explain, explain_cache
 from lockstep.recorded.ranks import Ranks
@@ -181,7 +182,7 @@ class Free:
             if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
                 continue
             dtype = called.about.loss_dtype
-            rounded = torch.finfo(getattr(torch, dtype.removeprefix("torch."))).eps / 2 if dtype else 0.0
+            rounded = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 allowed = (tolerated + rounded) * abs(exact.loss)

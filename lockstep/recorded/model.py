@@ -88,7 +88,7 @@ class Model(Passes):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
             lower = self.recording.steps[0][0].micro_batches[0].autocast
             # Autocast rounds what was moved once more.
-            size = torch.finfo(_dtype(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
+            size = torch.finfo(dtype_of(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
             weight = perturbed(weight, generator, size)
         return (
             _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
@@ -107,7 +107,7 @@ class Model(Passes):
         if self.exact:
             return torch.float64
         cast = self.recording.steps[0][0].micro_batches[0].param_dtype
-        return _dtype(cast) if cast else torch.float32 if self.all_wide else dtype
+        return dtype_of(cast) if cast else torch.float32 if self.all_wide else dtype
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         super().keep(name, tensor)
@@ -255,7 +255,7 @@ class Model(Passes):
             stack.enter_context(self._of_device())
             if dtype is not None and not self.exact:
                 # Its cache would keep the weights of all units.
-                stack.enter_context(torch.autocast("cpu", _dtype(dtype), cache_enabled=not self.streamed))
+                stack.enter_context(torch.autocast("cpu", dtype_of(dtype), cache_enabled=not self.streamed))
             yield
 
     def _of_device(self) -> contextlib.AbstractContextManager[None]:
@@ -285,7 +285,8 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=order)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Of torch.float32, as a recording has it."""
     return getattr(torch, name.removeprefix("torch."))
 
 
