@@ -16,7 +16,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum, accumulated
-from lockstep.verdict.rows import StepVerdict, judged
+from lockstep.verdict.rows import StepVerdict
 
 # Machine epsilons that the weight of a micro batch may be off by: its loss is divided and scaled in the dtype of the run, and gradients are clipped
 SCALARS = 2
@@ -79,17 +79,7 @@ class Alone:
         weights = self._measured(observed, weights, clipped, reduced_in)
         right = Sum(observed, self.right, weights, clipped)
         near = accumulated(Sum(observed, self.near, weights, clipped), reduced_in)
-        rows = judged(
-            self.verdict.step,
-            observed,
-            right,
-            near,
-            self.verdict.precision,
-            arithmetic=self.verdict.arithmetic,
-            kind="gradient/",
-            factors=self.factors,
-            dtypes=reduced_in,
-        )
+        rows = self.verdict.gradients(observed, right, near, factors=self.factors, dtypes=reduced_in)
         return with_factors([*self.modules.rows.values(), *rows], self.factors)
 
     def _reduced_in(self, observed: Gradients) -> dict[str, torch.dtype]:

@@ -30,7 +30,7 @@ from lockstep.verdict.gpu_arithmetic import arithmetic_of
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients, Sum
-from lockstep.verdict.rows import StepVerdict, Wrong, described, judged
+from lockstep.verdict.rows import StepVerdict, Wrong, described
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
@@ -243,15 +243,7 @@ class _Step:
             elif self.of_ranks.unreduced:
                 counts.on_odd_rank(fitted.weights)
         right = made_of(weights_of)
-        rows = judged(
-            verdict.step,
-            self.gradients,
-            right,
-            yardstick,
-            self.verdict.precision,
-            arithmetic=verdict.arithmetic,
-            kind="gradient/",
-        )
+        rows = verdict.gradients(self.gradients, right, yardstick)
         verdict.rows += rows
         self._judge_kept_gradient(rows)
         if nominal is not None:
@@ -276,15 +268,7 @@ class _Step:
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
         """Whether these are the gradients for `weights` of the micro batches' losses."""
         right, near = (Sum(means, columns_of(of), weights) for of in (self.free.exact, self.free.near))
-        rows = judged(
-            self.verdict.step,
-            means,
-            right,
-            near,
-            self.verdict.precision,
-            arithmetic=self.verdict.arithmetic,
-            kind="gradient/",
-        )
+        rows = self.verdict.gradients(means, right, near)
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -71,6 +72,21 @@ class StepVerdict:
     def leave(self, said: str) -> None:
         """Say with the verdict what was not judged."""
         self.unseen = f"{self.unseen}; {said}" if self.unseen else said
+
+    def gradients(
+        self, observed: Gradients, right: Gradients, near: Gradients, **more: Any
+    ) -> list[Judgement]:
+        """Rows of parameters' gradients, of the step: see `judged`, which has `more`."""
+        return judged(
+            self.step,
+            observed,
+            right,
+            near,
+            self.precision,
+            arithmetic=self.arithmetic,
+            kind="gradient/",
+            **more,
+        )
 
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
         """Adds a row of a single number; `tolerated` is absolute."""
