@@ -19,6 +19,7 @@ from lockstep.ground.errors import UserError
 
 PACKAGES = ("flash_attn", "flash_attn_interface")  # version 2, and version 3
 LOADED = "flash_attention_3"  # the version that transformers does not look for before it imports it
+AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
 ANYWHERE = (-1, -1)  # a window that ends on neither side
 
 flash_attn_with_kvcache = None  # which transformers imports, for generation
@@ -29,7 +30,7 @@ def in_place(device: str) -> Iterator[None]:
     """While a run on a `device` other than "cpu" is judged, what imports flash_attn gets this module.
 
     torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel. Where the model's
-    code turns autocast on or off, as it does for "cuda", that of the CPU is meant.
+    code turns autocast on or off for "cuda", or asks for its state, that of the CPU is meant.
     """
     if device == "cpu":
         yield
@@ -43,9 +44,13 @@ def in_place(device: str) -> Iterator[None]:
                 nothing = mock.patch(f"torch.nn.attention.{name}", lambda *_, **__: None, create=True)
                 stack.enter_context(nothing)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(
-                mock.patch.object(torch.autocast, "__init__", _of_cpu(torch.autocast.__init__))
-            )
+            init = torch.autocast.__init__
+            stack.enter_context(mock.patch.object(torch.autocast, "__init__", _made_for_cpu(init)))
+            for name in AUTOCAST:
+                stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
+            # A GPU's autocast is in float16 where no dtype is given
+            stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
+            torch.set_autocast_dtype("cpu", torch.float16)
             yield
     finally:
         for name, module in before.items():
@@ -54,13 +59,22 @@ def in_place(device: str) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _of_cpu(init: Callable[..., None]) -> Callable[..., None]:
+def _made_for_cpu(init: Callable[..., None]) -> Callable[..., None]:
     """Of autocast: for the device that the judge computes on."""
 
     def made(self: torch.autocast, device_type: str, *arguments: Any, **options: Any) -> None:
         init(self, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
 
     return made
+
+
+def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of autocast's state, likewise. Without a device, torch takes it for a GPU's."""
+
+    def asked(device_type: str = "cuda", *arguments: Any) -> Any:
+        return function("cpu" if device_type == "cuda" else device_type, *arguments)
+
+    return asked
 
 
 def choose(model: torch.nn.Module) -> list[str]:

@@ -140,6 +140,27 @@ def test_code_that_turns_autocast_on_and_off(tmp_path, capsys, monkeypatch, time
     sys.modules.pop("numbers_of_a_gpu", None)
 
 
+@torch.amp.custom_fwd(device_type="cuda")
+def forwards(ctx, x):
+    return x @ x
+
+
+def test_code_that_asks_for_the_state_of_autocast():
+    """On a machine without a GPU, as the judge's, torch says for "cuda" that it is off, and turns nothing on."""
+    x, ctx = torch.eye(2), torch.nn.Module()
+    with gpu_kernels.in_place("cuda:0"):
+        assert not torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda"):
+            assert torch.is_autocast_enabled("cuda") and torch.is_autocast_enabled()
+            assert torch.get_autocast_dtype("cuda") == torch.float16  # unless told
+            assert forwards(ctx, x).dtype == ctx._dtype == torch.float16
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda"):
+            assert (x @ x).dtype == torch.get_autocast_dtype("cuda") == torch.bfloat16
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled("cuda")
+
+
 def test_processes_that_judge_steps_compute_it_as_well(tmp_path, capsys):
     (tmp_path / "flash_attn.py").write_text(FLASH.format(times=1.01))
     (tmp_path / "train.py").write_text(SCRIPT.format(calls=CALLS_FLASH))
