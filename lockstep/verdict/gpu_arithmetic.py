@@ -11,11 +11,13 @@ benchmarks/gpu_arithmetic.py measures what these leave on a GPU (results/gpu_ari
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import Function, Given, Named
 from lockstep.verdict.factors import NOTHING
@@ -62,6 +64,12 @@ binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp interpolate n
 UNLESS_TOLD = """
 prod softmax log_softmax cumprod cumsum linalg_vector_norm vector_norm linalg_matrix_norm matrix_norm linalg_norm sum
 """
+# In 16 bits, as what a CPU's autocast also computes so
+IN_SIXTEEN_BITS = "addmv addr chain_matmul gru_cell linalg_multi_dot lstm_cell multi_dot mv prelu rnn_relu_cell rnn_tanh_cell"
+# In the widest dtype that they are given
+IN_THE_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot grid_sample grid_sampler index_put scatter_add tensordot vdot"
+)
 SINCE = {"rms_norm": (2, 13)}  # versions of torch
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -79,23 +87,36 @@ class CudaAutocast(TorchFunctionMode):
         numbers = release_of(version)
         self.always = {*IN_FLOAT32.split(), *(name for name, first in SINCE.items() if numbers >= first)}
         self.unless_told = set(UNLESS_TOLD.split())
+        self.in_sixteen_bits, self.in_the_widest = {*IN_SIXTEEN_BITS.split()}, {*IN_THE_WIDEST.split()}
 
     def __torch_function__(
         self, function: Function, _types: object, args: Given = (), kwargs: Named | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and "out" not in kwargs:
+        if torch.is_autocast_enabled("cpu") and kwargs.get("out") is None:
             name = getattr(function, "__name__", "").removeprefix("__").removesuffix("__")
-            if name in self.always or (name in self.unless_told and kwargs.get("dtype") is None):
-                args = tuple(map(_in_float32, args))
-                kwargs = {key: _in_float32(one) for key, one in kwargs.items()}
+            dtype = self._dtype_of(name, args, kwargs)
+            if dtype is not None:
+                args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
         return function(*args, **kwargs)
 
+    def _dtype_of(self, name: str, args: Given, kwargs: Named) -> torch.dtype | None:
+        """What a GPU's autocast casts a function's arguments to; None: as a CPU's does."""
+        told = kwargs.get("dtype") is not None
+        if name in self.always or (name in self.unless_told and not told):
+            return torch.float32
+        if name in self.in_sixteen_bits:
+            return torch.get_autocast_dtype("cpu")
+        if name in self.in_the_widest:
+            dtypes = {one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+            return torch.float32 if torch.float32 in dtypes else None
+        return None
 
-def _in_float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BITS:
-        return value.float()
-    return value
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dtype in (*SIXTEEN_BITS, torch.float32):
+        return leaf.to(dtype)
+    return leaf
 
 
 # What TF32 is used for, and which arguments are multiplied

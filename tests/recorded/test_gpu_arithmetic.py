@@ -1,5 +1,6 @@
 """What a GPU computes otherwise than a CPU, by stand-ins that leave what was measured on one (results/gpu_arithmetic.md): runs with it pass, and bugs do not."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -317,6 +318,25 @@ def test_autocast_is_that_of_a_gpu():
         assert torch.equal(torch.exp(x, out=out), out) and bool(out.any())
 
 
+def test_functions_that_a_gpu_alone_computes_in_16_bits_or_in_the_widest_dtype():
+    x, wide, autocast = torch.randn(4, 4), torch.randn(4, 4).bfloat16(), torch.autocast("cpu", torch.bfloat16)
+    cell = nn.LSTMCell(4, 4)
+    calls = {
+        torch.bfloat16: [lambda: x.mv(x[0]), lambda: cell(x)[0], lambda: x[0].addmv(x, x[0])],
+        torch.float32: [
+            lambda: wide[0].dot(x[0]),
+            lambda: x.scatter_add(0, torch.zeros(4, 4, dtype=torch.long), wide),
+            lambda: torch.tensordot(wide, x, 1),
+        ],
+    }
+    for dtype, those in calls.items():
+        for place, call in enumerate(those):
+            with autocast, AUTOCAST:
+                assert call().dtype == dtype, (dtype, place)
+            with autocast, contextlib.suppress(RuntimeError):  # what a CPU refuses, or has otherwise
+                assert call().dtype != dtype, (dtype, place)
+
+
 class Mixes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -354,8 +374,15 @@ def test_the_functions_are_those_of_the_installed_torch():
     for table, known in (
         ("AT_FORALL_FP32(_)", AUTOCAST.always),
         ("AT_FORALL_FP32_SET_OPT_DTYPE(_)", AUTOCAST.unless_told),
+        ("AT_FORALL_PROMOTE(_)", AUTOCAST.in_the_widest),
     ):
         body = header.partition(f"#define {table}")[2].partition("\n\n")[0]
         names = set(re.findall(r"_\((\w+)", body))
         scales = {name for name in names if "upsample" in name}  # functions of C++: `interpolate` calls them
         assert len(names) >= 8 and names - scales <= known, names - scales - known
+    on_a_gpu = set(
+        re.findall(
+            r"_\((\w+)", header.partition("#define AT_FORALL_LOWER_PRECISION_FP(_)")[2].partition("\n\n")[0]
+        )
+    )
+    assert AUTOCAST.in_sixteen_bits - {"multi_dot"} <= on_a_gpu  # linalg.multi_dot, as Python calls it
