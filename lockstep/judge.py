@@ -23,6 +23,7 @@ from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import run as recorded_run
+from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.running import judging
 from lockstep.verdict import gpu_kernels
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         options = parser.parse_args(argv)
         recording = Recording(options.folder)
-        with gpu_kernels.in_place(recording.origin.device):
+        with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
             return _judge(recording, options)
 
     return run_program("lockstep.judge", body)

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
+from lockstep.recorder import surroundings
 from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
@@ -157,6 +158,12 @@ class Building:
                 return self.object(value)
         raise ValueError(f"{kind} is no kind of value")
 
+    def alone(self, value: Any) -> Any:
+        """A value that shares no object with the model."""
+        other = Building({}, self.scripts)
+        other.packages |= self.packages
+        return other.value(value)
+
     def object(self, about: TREE) -> object:
         kind = self.named(about["object"])
         made = self.objects[about["number"]] = kind.__new__(kind)
@@ -189,6 +196,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     try:
         model = building.module(tree, "")
         building.fill(tree, "")
+        if "surroundings" in tree:
+            surroundings.give_back(tree["surroundings"], model, building.named, building.alone)
     except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:
         raise UserError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_du
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
-from lockstep.recorder import deepspeed_engine, dropped, parallelism, patches, tree, wrapped
+from lockstep.recorder import deepspeed_engine, dropped, parallelism, patches, surroundings, tree, wrapped
 from lockstep.recorder.kept import digest_of, generators, is_channels_last
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
@@ -163,6 +163,7 @@ class Recorder(Updates):
         assert self.hooks is not None
         number = len(self.micro)
         if number == 0:
+            self.surroundings = self.surroundings or surroundings.describe(self.model)
             own = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
         state = tree.state_of(self.model).items()

@@ -56,6 +56,7 @@ class Recorded:
         self.model, self.folder, self.steps, self.modules = wrapped.inner(model), folder, steps, modules
         parallelism.require_recordable(self.model)
         self.tree, self.tensors = tree.describe(self.model)
+        self.surroundings: tree.TREE = {}
         self.plain_shards = PlainShards(self.model)
         self.attributes = {name: value for name, (value, _) in tree.state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
@@ -160,7 +161,7 @@ class Recorded:
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
             }
-            write_model(self.folder, self.tree, self.tensors, made)
+            write_model(self.folder, self.tree | {"surroundings": self.surroundings}, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept.tensors, path.with_suffix(".part"))

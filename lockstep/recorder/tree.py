@@ -141,7 +141,7 @@ class Describing:
     def scripts(self) -> TREE:
         """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
         kinds = (torch.nn.Module, torch.optim.Optimizer)
-        main = _globals(self.kind)
+        main = globals_of(self.kind)
         own = {
             one.__name__
             for one in (self.kind, *main.values())
@@ -160,7 +160,7 @@ class Describing:
                 return False
             if isinstance(value, argparse.Namespace):
                 value = argparse.Namespace(**origin.without_secret_values(vars(value)))
-            with contextlib.suppress(_Unnamed):  # then it is computed as the script does
+            with contextlib.suppress(Unnamed):  # then it is computed as the script does
                 values[name] = self.value(value, f"script.{name}")
             return name in values
 
@@ -173,12 +173,12 @@ class Describing:
         for key, value in values.items():
             try:
                 found[key] = self.value(value, f"{where}.{key}".removeprefix("."))
-            except _Unnamed as error:
+            except Unnamed as error:
                 self.left_out.append(f"{where}.{key}: {error}")
         return found
 
     def value(self, value: Any, where: str) -> Any:
-        """A value as JSON. Raises _Unnamed for what has no name."""
+        """A value as JSON. Raises Unnamed for what has no name."""
         if type(value) is int and value in self.tensors:
             return {"id": self.tensors[value]}
         if isinstance(value, PLAIN) and type(value) in PLAIN:
@@ -214,7 +214,7 @@ class Describing:
             return {"partial": [self.value(part, where) for part in parts]}
         if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
             if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
-                raise _Unnamed(f"the method {value.__name__}, which its class does not have")
+                raise Unnamed(f"the method {value.__name__}, which its class does not have")
             return {"method": [self._module(value.__self__), value.__name__]}
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             self._require_named(value)
@@ -229,7 +229,7 @@ class Describing:
         if origin is None:
             name = str(value).removeprefix("typing.")
             if getattr(typing, name, None) is not value:
-                raise _Unnamed(f"{value}, which typing does not have")
+                raise Unnamed(f"{value}, which typing does not have")
             return {"named": f"typing:{name}"}
         made_of = typing.Union if origin is types.UnionType else origin
         inside = tuple(None if one is types.NoneType else one for one in typing.get_args(value))
@@ -241,13 +241,13 @@ class Describing:
     def _require_named(self, value: Any) -> None:
         """Only what `Building.named` of lockstep/recorder/building.py finds again."""
         if _found(value) is not value or package_of(value.__module__) not in self.packages:
-            raise _Unnamed(
+            raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
 
     def _module(self, module: torch.nn.Module) -> TREE:
         if id(module) not in self.modules:
-            raise _Unnamed("a module that is no part of the model")
+            raise Unnamed("a module that is no part of the model")
         return {"module": self.modules[id(module)]}
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
@@ -255,7 +255,7 @@ class Describing:
             return {"tensor": self.tensors[id(tensor)]}
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not plain and not isinstance(tensor, DTensor):
-            raise _Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
+            raise Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
         self.attributes[clean(where)] = tensor
         return {"attribute": clean(where)}
 
@@ -268,7 +268,7 @@ class Describing:
         # What C++ holds, as of a scripted function, is in no attribute.
         of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
         if of_c or not hasattr(value, "__dict__"):
-            raise _Unnamed(f"a {kind.__qualname__}")
+            raise Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.objects)
         self.kept.append(value)
         return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
@@ -279,7 +279,7 @@ class _State(Describing):
         kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
         known = (value if type(value) is int else id(value)) in self.tensors
         if type(value) not in kinds or known:
-            raise _Unnamed("nothing that a forward pass changes")
+            raise Unnamed("nothing that a forward pass changes")
         return super().value(value, where)
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
@@ -295,7 +295,7 @@ class Passed(torch.nn.Module):
         return self.module(*arguments, **options)
 
 
-class _Unnamed(Exception):
+class Unnamed(Exception):
     """A value that JSON cannot name."""
 
 
@@ -305,7 +305,7 @@ def package_of(name: str) -> str:
 
 def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
-    module = str(script_of(_globals(value))) if value.__module__ == "__main__" else value.__module__
+    module = str(script_of(globals_of(value))) if value.__module__ == "__main__" else value.__module__
     return f"{module}:{_path(value)}"
 
 
@@ -319,7 +319,7 @@ def script_of(names: TREE) -> Path:
     return Path(names.get("__file__") or "").absolute()
 
 
-def _globals(value: Any) -> TREE:
+def globals_of(value: Any) -> TREE:
     """Of the script that a class or function is of: of the one that runs, or what came with it from another process, as with Ray's workers."""
     own = vars(sys.modules["__main__"])
     if value.__name__ in own:
@@ -330,7 +330,7 @@ def _globals(value: Any) -> TREE:
 
 def _found(value: Any) -> Any:
     """What a file has under a class's or function's own name, or None."""
-    names = _globals(value)
+    names = globals_of(value)
     if value.__module__ == "__main__" and not script_of(names).is_file():
         return None
     if names is not vars(sys.modules["__main__"]):
@@ -370,6 +370,6 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Ten
         for key, value in vars(module).items():
             place, describing.attributes = f"{clean(name)}:{key}", {}
             if key not in (*OWN, "gradient_checkpointing"):
-                with contextlib.suppress(_Unnamed):
+                with contextlib.suppress(Unnamed):
                     found[place] = describing.value(value, place), describing.attributes
     return found

@@ -13,6 +13,7 @@ from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import step
+from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import gpu_kernels
 from lockstep.verdict.rows import StepVerdict
@@ -38,7 +39,7 @@ class Task:
         """In a process that has not read the recording."""
         processes.keep_memory()
         recording = Recording(self.folder)
-        with gpu_kernels.in_place(recording.origin.device):
+        with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
             return self.judge(recording)
 
 

@@ -1,0 +1,149 @@
+"""What a model's code reads beside the model: environment variables, and values of its files and classes that the program has set.
+
+A script may set `os.environ["FLASH_ATTN"]`, a global of another file (`settings.scale = 2`) or an attribute of a class before it trains.
+The judge imports the files anew, so these values are recorded, and it sets them, too. Nothing is recorded of packages that are installed,
+nor of what is no plain value.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lockstep.ground import origin
+from lockstep.recorder.tree import TREE, Describing, Unnamed, class_of, globals_of, name_of, package_of
+
+INSTALLED = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+# What a launcher says is so of the judge, which is one process.
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+MOST = 1000  # elements of a value: more is data
+NAMES_OF_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def describe(model: torch.nn.Module) -> TREE:
+    """Of the files that the classes of a model are of, and of those that these use."""
+    packages, classes = Describing(model).packages, _classes(model)
+    files = _files(classes)
+    named = {name: os.environ[name] for name in _names_in(files.values()) & os.environ.keys()}
+    shown = origin.without_secret_values(
+        named | {name: ONE_PROCESS[name] for name in ONE_PROCESS.keys() & named}
+    )
+    return {
+        "environment": {name: value for name, value in shown.items() if value != origin.HIDDEN},
+        "globals": {name: _plain(one, packages) for name, one in files.items() if name != "__main__"},
+        "classes": {name_of(kind): _plain(vars(kind), packages) for kind in classes},
+    }
+
+
+def give_back(
+    recorded: TREE, model: torch.nn.Module, find: Callable[[str], Any], value: Callable[[Any], Any]
+) -> None:
+    """Set what the recorded program had otherwise. `model` is built again; `find` finds a class by its name, `value` makes a value of its JSON.
+
+    Of a recording's names, those are set that the files of the model's code have here.
+    """
+    packages, classes = Describing(model).packages, _classes(model)
+    files = _files(classes)
+    known = _names_in(files.values())
+    os.environ.update({name: text for name, text in recorded["environment"].items() if name in known})
+    own = [(sys.modules[name], values) for name, values in recorded["globals"].items() if name in files]
+    found = [(find(name), values) for name, values in recorded["classes"].items()]
+    for place, values in (*own, *((kind, values) for kind, values in found if kind in classes)):
+        here = _plain(vars(place), packages)
+        for name, about in values.items():
+            if here.get(name, NAMES_OF_CODE) != about:
+                setattr(place, name, value(about))
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """After it, environment variables are what they were before."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def _classes(model: torch.nn.Module) -> set[type]:
+    """Those of the user's own files that the model's modules are of."""
+    kinds = {base for module in model.modules() for base in class_of(module).__mro__}
+    return {kind for kind in kinds if _is_own(_names_beside(kind))}
+
+
+def _names_beside(value: Any) -> TREE:
+    """The names of the file that a class or function is of."""
+    if value.__module__ == "__main__":
+        return globals_of(value)
+    return vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
+
+
+def _is_own(names: TREE) -> bool:
+    """Whether the names are those of a file that is no part of an installed package."""
+    file = Path(names.get("__file__") or "")
+    installed = not INSTALLED.isdisjoint(file.parents) or package_of(names.get("__name__", "")) == "lockstep"
+    return not installed and file.is_file()
+
+
+def _files(classes: Iterable[type]) -> dict[str, TREE]:
+    """The names that user's own files have, by module: the classes' files, and all that these import."""
+    found: dict[str, TREE] = {}
+    new = [_names_beside(kind) for kind in classes]
+    while new:
+        names = new.pop()
+        if not _is_own(names) or names["__name__"] in found:
+            continue
+        found[names["__name__"]] = names
+        for value in names.values():
+            if isinstance(value, types.ModuleType):
+                new.append(vars(value))
+            elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
+                new.append(_names_beside(value))
+    return found
+
+
+def _names_in(files: Iterable[TREE]) -> set[str]:
+    """What may be names of environment variables in them."""
+    texts = (Path(names["__file__"]).read_text(errors="replace") for names in files)
+    return {name for text in texts for name in re.findall(r"""["']([A-Za-z_]\w*)["']""", text)}
+
+
+def _plain(names: Mapping[str, Any], packages: set[str]) -> TREE:
+    """Their plain values, as JSON."""
+    found: TREE = {}
+    for name, value in origin.without_secret_values(dict(names)).items():
+        if value == origin.HIDDEN or name.startswith("__") or isinstance(value, NAMES_OF_CODE):
+            continue
+        describing = _Plain(torch.nn.Module())
+        describing.packages |= packages
+        with contextlib.suppress(Unnamed):
+            found[name] = describing.value(value, name)
+            if describing.left_out:
+                del found[name]
+    return found
+
+
+class _Plain(Describing):
+    def value(self, value: Any, where: str) -> Any:
+        of_torch = isinstance(value, (torch.Tensor, torch.nn.Module))
+        if of_torch or (isinstance(value, (list, tuple, set, dict)) and len(value) > MOST):
+            raise Unnamed("no plain value")
+        return super().value(value, where)
+
+    def _object(self, value: object, where: str) -> TREE:
+        """Of settings alone."""
+        if not (
+            isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
+        ):
+            raise Unnamed(f"a {type(value).__qualname__}")
+        named = origin.without_secret_values(vars(value))
+        if origin.HIDDEN in named.values():
+            raise Unnamed("a secret")
+        return super()._object(value, where)

@@ -1,0 +1,123 @@
+"""What a script sets beside its model, before it trains: the judge has it, too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import judge
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = """
+import dataclasses
+scale, names, secret_key = 1.0, ["a"], ""
+@dataclasses.dataclass
+class Options:
+    shift: float = 0.0
+def choose(value):
+    global scale
+    scale = value
+"""
+NET = """
+import os, torch
+import {settings} as settings
+from {settings} import names
+USED = os.environ.get("LS_USED", "no")
+class Net(torch.nn.Module):
+    power = 1
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(8, 16), torch.nn.Linear(16, 5)
+    def forward(self, x):
+        h = self.one(x)
+        if os.getenv("LS_ACTIVATION", "relu") == "tanh":
+            h = h.tanh()
+        if USED == "yes":
+            h = h.abs()
+        assert int(os.environ.get("WORLD_SIZE", "1")) == 1
+        return self.two(h * settings.scale * len(names)) ** self.power
+"""
+TRAIN = """
+import os, torch
+import {settings} as settings
+{sets}
+from {net} import Net
+def main():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    {late}
+    for _ in range(2):
+        x, y = torch.randn(4, 8), torch.randint(0, 5, (4,))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+
+def recorded(folder, kind, sets="", late="pass"):
+    """The recording of a script, whose files no other test imports."""
+    names = {"settings": f"settings_{kind}", "net": f"net_{kind}"}
+    (folder / f"settings_{kind}.py").write_text(SETTINGS)
+    (folder / f"net_{kind}.py").write_text(NET.format(**names))
+    (folder / "train.py").write_text(TRAIN.format(**names, sets=sets, late=late))
+    command = [sys.executable, "-m", "lockstep.record", "--output", str(folder / "run"), "train.py"]
+    subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1"}, check=True)
+    return folder / "run"
+
+
+CASES = {
+    "variable": {"sets": 'os.environ["LS_ACTIVATION"] = "tanh"'},
+    "at_import": {"sets": 'os.environ["LS_USED"] = "yes"'},
+    "global": {"late": "settings.choose(3.0)"},
+    "list": {"late": 'settings.names.append("b")'},
+    "attribute": {"late": "Net.power = 2"},
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_a_script_sets_is_set_for_the_judge(tmp_path, capsys, kind):
+    run = recorded(tmp_path, kind, **CASES[kind])
+    before, whole = dict(os.environ), (run / "model.json").read_text()
+    content = json.loads(whole)
+    del content["tree"]["surroundings"]
+    (run / "model.json").write_text(json.dumps(content))
+    assert judge.main([str(run)]) == 1  # the reference is another model
+    assert "FAIL: step 1: forward/" in capsys.readouterr().out
+    (run / "model.json").write_text(whole)
+    assert judge.main([str(run)]) == 0, capsys.readouterr().out
+    assert os.environ == before
+
+
+def test_secrets_and_large_values_are_not_recorded(tmp_path):
+    sets = (
+        'settings.secret_key, settings.names, settings.options = "abc", ["abc"] * 2000, settings.Options(2.5)'
+    )
+    run = recorded(tmp_path, "secret", sets=sets)
+    of_settings = json.loads((run / "model.json").read_text())["tree"]["surroundings"]["globals"][
+        "settings_secret"
+    ]
+    assert of_settings == {"scale": 1.0}
+
+
+def test_a_recording_sets_no_variable_that_the_code_does_not_name(tmp_path, capsys):
+    run = recorded(tmp_path, "other")
+    content = json.loads((run / "model.json").read_text())
+    content["tree"]["surroundings"]["environment"] = {"LD_PRELOAD": "other.so", "LS_USED": "no"}
+    content["tree"]["surroundings"]["globals"]["os"] = {"sep": "|"}
+    content["tree"]["surroundings"]["classes"]["torch.nn:Linear"] = {"in_features": 1}
+    (run / "model.json").write_text(json.dumps(content))
+    check = (
+        "import os, sys, torch; from lockstep import judge; from lockstep.recorder import surroundings as s; import contextlib;"
+        "s.restored = contextlib.nullcontext; status = judge.main(sys.argv[1:]);"
+        "print(status, 'LD_PRELOAD' in os.environ, os.environ['LS_USED'], os.sep, hasattr(torch.nn.Linear, 'in_features'))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", check, run], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.splitlines()[-1] == "0 False no / False"
