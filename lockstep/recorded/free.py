@@ -55,7 +55,7 @@ class Free:
             Reference(recording, verdict.step, weights, loss, exact=exact, streamed=streamed)
             for exact in (True, False)
         )
-        self.right.drawn = self.plain.drawn
+        self.right.dtypes = self.plain.dtypes
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
         self.loss_noise = 0.0

@@ -24,8 +24,11 @@ from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
 from lockstep.verdict.computed import Passes
-from lockstep.verdict.float64 import Float32, Float64, Told, make_exact
+from lockstep.verdict.float64 import Float32, Float64, Place, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
+from lockstep.verdict.mean_over import logits_of_calls
+
+CROSS_ENTROPY = "cross_entropy()"  # where the model's code calls it
 
 
 class Model(Passes):
@@ -75,9 +78,9 @@ class Model(Passes):
         self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
-        # The dtypes that the run draws random numbers in, by rank and number of a micro batch; those of a pass in the run's dtypes
-        self.drawn: dict[tuple[int, int], dict[int, torch.dtype]] = {}
-        self.head = ""  # of a model that returns its loss alone
+        # What a pass in the run's dtypes draws random numbers in, and finds tensors in, by rank and number of a micro batch
+        self.dtypes: dict[tuple[int, int], dict[int | Place, torch.dtype]] = {}
+        self.head = ""  # of a model that returns its loss alone: the module whose output are the logits, or CROSS_ENTROPY
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
     def _own(self, name: str) -> torch.Tensor:
@@ -117,13 +120,15 @@ class Model(Passes):
     def _again(self) -> Context:
         """For a later computation of what is computed next: in the mode, and counted alike."""
         mode = self.mode
-        before = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts
+        before = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts, Counter(mode.reads)
         states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            now = self.hooks.calls, mode.calls, mode.draws, mode.dropouts
-            self.hooks.calls, mode.calls, mode.draws, mode.dropouts = Counter(before[0]), *before[1:]
+            now = self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads
+            calls, *numbers, reads = before
+            self.hooks.calls, mode.reads = Counter(calls), Counter(reads)
+            mode.calls, mode.draws, mode.dropouts = numbers
             restore_generators(states)
             TorchFunctionMode.__enter__(mode)  # the default dtype is still the mode's
             try:
@@ -131,7 +136,7 @@ class Model(Passes):
                     yield
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
-                self.hooks.calls, mode.calls, mode.draws, mode.dropouts = now
+                self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads = now
 
         return again
 
@@ -140,6 +145,8 @@ class Model(Passes):
         # Hooks keep what modules return where gradients are computed.
         with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
             _, logits = outputs_of(self._forward(called))
+        if logits is None and self.head == CROSS_ENTROPY:
+            return logits_of_calls(called, self.mode.entropies or [])
         return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits
 
     def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
@@ -184,7 +191,8 @@ class Model(Passes):
         calls = self.calls_of_topk or {}
         chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = kind(chosen, self.widths)
-        self.mode.drawn = self.drawn.setdefault((called.ranks[0], called.number), {})
+        self.mode.dtypes = self.dtypes.setdefault((called.ranks[0], called.number), {})
+        self.mode.entropies = [] if self.exact else None
         if self.recording.origin.device != "cpu":
             self.mode.kept_of = functools.partial(self.recording.dropped, self.step, called)
         return self.mode

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.ground.errors import UserError, first_line
 from lockstep.recorded import own_loss, trl_head
-from lockstep.recorded.model import Model
+from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.streamed import Streamed
 from lockstep.recorder.called import LOG_PROBS, Called
@@ -19,9 +19,9 @@ from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.computed import Computed, Term
-from lockstep.verdict.float64 import Told
+from lockstep.verdict.float64 import Entropy, Told
 from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.mean_over import SAME, mean_of
+from lockstep.verdict.mean_over import SAME, mean_of, mean_of_calls
 from lockstep.verdict.normalisation import Gradients, Sum
 
 
@@ -130,6 +130,7 @@ class Reference(Model):
 
     def _computed(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
         output = self._forward(called)
+        calls = list(mode.entropies or [])  # of the model's own code
         loss, logits = outputs_of(output)
         if logits is not None and LOG_PROBS in called.arrived and not of_means:
             output[LOG_PROBS] = trl_head.log_probs(called, logits)
@@ -185,7 +186,7 @@ class Reference(Model):
                 value -= sum(term.coefficient * term.value for term in terms.values())
             computed.mean = mean_of(called, value, logits, number)
             if logits is None and value is not None:
-                self._look_for_head(called, computed, value, number)
+                self._look_for_head(called, computed, value, number, calls)
         return computed
 
     def _keep_at_returned(
@@ -197,14 +198,17 @@ class Reference(Model):
                 place = f"backward/{called.number}/returned.{name}"
                 self.modules[place] = self.modules.get(place, 0.0) + often[scalar] * one
 
-    def _look_for_head(self, called: Called, computed: Computed, loss: float, number: float) -> None:
-        """Of a model that returns its loss alone, the last output that can be logits is taken for them if the loss is their cross-entropy."""
+    def _look_for_head(
+        self, called: Called, computed: Computed, loss: float, number: float, calls: list[Entropy]
+    ) -> None:
+        """Of a model that returns its loss alone, the logits are those whose cross-entropy it is: it calls that function, or a module returns them."""
         names = [name for name, one in self.modules.items() if name.startswith("forward/") and one.ndim > 1]
-        if not names:
-            return
-        mean = mean_of(called, loss, self.modules[names[-1]], number)
-        if mean.targets is not None:
-            computed.mean, self.head = mean, module_of(names[-1])
+        of_head = mean_of(called, loss, self.modules[names[-1]], number) if names else computed.mean
+        of_calls = mean_of_calls(called, loss, calls, number)
+        if of_head.targets is not None:
+            computed.mean, self.head = of_head, module_of(names[-1])
+        elif of_calls.tokens:
+            computed.mean, self.head = of_calls, CROSS_ENTROPY
 
     def _returned(self, called: Called, output: Any) -> dict[str, torch.Tensor]:
         """What the model returns, and what it leaves in its modules and is trained on; keeps what the run has of it, which no module returned."""

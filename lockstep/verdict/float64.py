@@ -8,9 +8,13 @@ A mixture's router chooses experts by `torch.topk`. Where two scores are nearly 
 differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
 """
 
+import inspect
+import sys
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -24,6 +28,8 @@ from lockstep.verdict.draws import drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+Place = tuple[CodeType, int, int]  # in code, and the number of the time
+OF_MODES = (__name__, CountsTopk.__module__)
 GROUPS = " (groups)"  # after the name of a choice of experts
 
 
@@ -33,6 +39,25 @@ class Taken:
 
     regret: float  # by how much a score that was left out is above one that was taken, at most
     scores: torch.Tensor
+
+
+class Entropy(NamedTuple):
+    """A call of cross_entropy."""
+
+    logits: torch.Tensor  # (tokens, V)
+    targets: torch.Tensor  # (tokens), -1 where none
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, targets: torch.Tensor, *others: Any, **named: Any) -> "Entropy":
+        """Of its arguments."""
+        given = inspect.signature(F.cross_entropy).bind(logits, targets, *others, **named)
+        given.apply_defaults()
+        rows = logits.detach().movedim(min(1, logits.ndim - 1), -1).flatten(0, -2)
+        if targets.is_floating_point():
+            return cls(rows, targets.new_empty(0, dtype=torch.long))  # probabilities
+        return cls(
+            rows, targets.flatten().masked_fill(targets.flatten() == given.arguments["ignore_index"], -1)
+        )
 
 
 class Told(CountsTopk):
@@ -56,10 +81,14 @@ class Told(CountsTopk):
         # Of a run on a device that draws other random numbers: which elements a call of dropout kept, by its number
         self.kept_of: draws.Keep | None = None
         self.dropouts = 0  # such calls
-        # By the number of the call, where somebody asks for it
-        self.drawn: dict[int, torch.dtype] | None = None
+        # Where somebody asks for it: by the number of a call that draws, and by the place of code that reads a tensor's dtype
+        self.dtypes: dict[int | Place, torch.dtype] | None = None
+        self.reads = Counter[tuple[CodeType, int]]()
+        self.entropies: list[Entropy] | None = None  # calls of cross_entropy, where somebody asks for them
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor.dtype:
+            return self.read_dtype(args[0].dtype)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.to:
@@ -72,6 +101,8 @@ class Told(CountsTopk):
                 result = draws.dropped(self.kept_of, self.dropouts, args, kwargs)
                 self.dropouts += result is not None
                 return function(*args, **kwargs) if result is None else result
+        if function is F.cross_entropy and self.entropies is not None:
+            self.entropies.append(Entropy.of(*args, **kwargs))
         inside: dict[Function, Function] = {F.gumbel_softmax: draws.GUMBEL_SOFTMAX}
         if self.kept_of is not None:
             inside[F.multi_head_attention_forward] = draws.ATTENTION_OF_HEADS
@@ -86,12 +117,26 @@ class Told(CountsTopk):
         self.draws += 1
         return self.draw(self.draws - 1, function, args, kwargs)
 
+    def read_dtype(self, found: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor that the model's code reads."""
+        if self.dtypes is not None:
+            self.dtypes[self._place()] = found
+        return found
+
+    def _place(self) -> Place:
+        """Where the code is that has called a function, and how often it was there before."""
+        frame = sys._getframe(1)
+        while frame.f_globals["__name__"] in OF_MODES and frame.f_back is not None:
+            frame = frame.f_back
+        self.reads[frame.f_code, frame.f_lasti] += 1
+        return frame.f_code, frame.f_lasti, self.reads[frame.f_code, frame.f_lasti]
+
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         """What a function that draws random numbers returns."""
         result = function(*args, **kwargs)
-        if self.drawn is not None:
+        if self.dtypes is not None:
             tensors = [one for one in (result, *args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            self.drawn[number] = next(one.dtype for one in tensors if one.is_floating_point())
+            self.dtypes[number] = next(one.dtype for one in tensors if one.is_floating_point())
         return result
 
     def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
@@ -137,8 +182,8 @@ class Told(CountsTopk):
 class Float64(Told):
     """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
 
-    `drawn` are the dtypes that the run drew random numbers in, by the number of the call; float32 if it is not there. Without `drawn`, they are
-    drawn in float64. `lowered` tells whether something asked for bfloat16 or float16.
+    `dtypes` are those that the run drew random numbers in, float32 if it is not there, and that its code found tensors in, which it may
+    require or branch on. Without `dtypes`, all are float64. `lowered` tells whether something asked for bfloat16 or float16.
     """
 
     lowered = False
@@ -171,10 +216,15 @@ class Float64(Told):
             args, kwargs = self._of_one_width(args, kwargs)
         return super().call(function, args, kwargs)
 
+    def read_dtype(self, found: torch.dtype) -> torch.dtype:
+        if self.dtypes is None or found is not self.wide:
+            return found
+        return self.dtypes.get(self._place(), found)
+
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
-        if self.drawn is None:
+        if self.dtypes is None:
             return function(*args, **kwargs)
-        return drawn_in(self.drawn.get(number, torch.float32), function, args, kwargs)
+        return drawn_in(self.dtypes.get(number, torch.float32), function, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.dtype) or leaf not in self.narrow:

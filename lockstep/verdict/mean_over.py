@@ -11,12 +11,14 @@ neither labels nor loss were seen.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.recorder.called import IGNORED, LABELS, Called
+from lockstep.verdict.float64 import Entropy
 from lockstep.verdict.judgement import FLOOR
 
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
@@ -138,6 +140,44 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
     return mean
 
 
+def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: float) -> Mean:
+    """The same for a loss that a model computes by these calls of cross_entropy, of logits that it need not return."""
+    mean, told = Mean(tokens=int(number)), 1.0 if number else divisor_of(called)
+    targets = torch.cat([one.targets for one in calls]) if calls else torch.empty(0)
+    tokens = int((targets != -1).sum())
+    if any(len(one.targets) != len(one.logits) for one in calls) or not tokens:
+        return mean
+    total = sum(
+        float(torch.nn.functional.cross_entropy(*one, ignore_index=-1, reduction="sum")) for one in calls
+    )
+    if not math.isclose(total / (told or tokens), loss, rel_tol=SAME):
+        return mean
+    mean.tokens, mean.divisor = tokens, told or tokens
+    shape = _rows(called, len(targets))
+    if shape is not None:
+        wanted = mean.targets = _in_rows(targets, shape, -1)
+        mean.labels = next((name for name, one in _wanted(called, shape) if torch.equal(one, wanted)), "")
+    return mean
+
+
+def logits_of_calls(called: Called, calls: list[Entropy]) -> torch.Tensor | None:
+    """(batch, sequence, V), as far as these calls of cross_entropy are of as many tokens."""
+    shape = _rows(called, sum(len(one.logits) for one in calls))
+    return None if shape is None else _in_rows(torch.cat([one.logits for one in calls]), shape, 0)
+
+
+def _rows(called: Called, places: int) -> torch.Size | None:
+    """The shape of the first input of tokens that has as many places, or so many but for the last of each row."""
+    shapes = (one.shape for one in called.tensors.values() if one.ndim == 2 and not one.is_floating_point())
+    return next((one for one in shapes if places in (one.numel(), one.numel() - one[0])), None)
+
+
+def _in_rows(found: torch.Tensor, shape: torch.Size, none: float) -> torch.Tensor:
+    """What there is for each place (places, ...), as rows; `none` in the last place of each if there is nothing for it."""
+    rows = found.unflatten(0, (shape[0], -1))
+    return rows if rows.shape[1] == shape[1] else torch.cat([rows, torch.full_like(rows[:, :1], none)], 1)
+
+
 def divisor_of(called: Called) -> float:
     """What the model was told to divide its sum over tokens by; 0 if nothing."""
     told: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
@@ -155,24 +195,27 @@ def targets_of(
     if logits.ndim < 2:
         return None
     own = logits.detach().double().flatten(0, -2)
+    for name, wanted in _wanted(called, logits.shape[:-1]):
+        tokens = int((wanted != -1).sum())
+        if not tokens or int(wanted.min()) < -1 or int(wanted.max()) >= own.shape[-1]:
+            continue  # no labels, such as the times of a diffusion
+        total = torch.nn.functional.cross_entropy(own, wanted.flatten(), ignore_index=-1, reduction="sum")
+        if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
+            return wanted, name
+    return None
+
+
+def _wanted(called: Called, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+    """(an input of this shape that may have the labels, which token each position must then give, -1 where none)."""
     # Shifted, the tokens themselves may be the same as labels that were shifted before.
     in_order = sorted(
         reversed(called.tensors), key=lambda name: not any(word in name.lower() for word in LABELS)
     )
     for name in in_order:
         labels = called.tensors[name]
-        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        if labels.is_floating_point() or labels.shape != shape:
             continue
         for ignored in IGNORED:
             counted = labels.long().masked_fill(labels == ignored, -1)
-            shifted = torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
-            for wanted in (counted, shifted):
-                tokens = int((wanted != -1).sum())
-                if not tokens or int(wanted.min()) < -1 or int(wanted.max()) >= own.shape[-1]:
-                    continue  # no labels, such as the times of a diffusion
-                total = torch.nn.functional.cross_entropy(
-                    own, wanted.flatten(), ignore_index=-1, reduction="sum"
-                )
-                if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
-                    return wanted, name
-    return None
+            yield name, counted
+            yield name, torch.cat([counted[..., 1:], torch.full_like(counted[..., :1], -1)], -1)
