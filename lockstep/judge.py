@@ -88,7 +88,10 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
     memory = None if options.memory is None else options.memory * 1e9
     steps = judging.judge(recording, options.expect, options.loss, memory, options.workers, ray=options.ray)
     run = recorded_run.judge(
-        [*before, recording], with_replacement=options.with_replacement, cut=steps[0].cut
+        [*before, recording],
+        with_replacement=options.with_replacement,
+        cut=steps[0].cut,
+        recorded=0 if before else len(steps),
     )
     page.write(recording, steps, run)
     return recorded_report.show(steps, run, options.folder)

@@ -78,9 +78,12 @@ def _run(script: Path, arguments: list[str], finding: "_Finding") -> int:
     finally:
         finding.stop()
     if finding.recorder is None:
-        raise UserError(
-            f"{script} called no model in training mode, so nothing was recorded; name the script that trains"
+        why = (
+            f"{script} called {finding.in_evaluation} in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"
+            if finding.in_evaluation
+            else f"{script} called no model in training mode, so nothing was recorded; name the script that trains"
         )
+        raise UserError(why)
     return status
 
 
@@ -97,6 +100,7 @@ class _Finding:
 
         self.recorder: Recorder | None = None
         self.updating = False
+        self.in_evaluation = ""  # the first model that was called so where gradients are computed
         self.loaders = Loaders()
         self.make = functools.partial(
             Recorder, folder=output, steps=steps, modules=modules, loaders=self.loaders
@@ -111,9 +115,12 @@ class _Finding:
             own = list(module.parameters())
             trained = module.training and any(parameter.requires_grad for parameter in own)
             trained &= not any(map(torch.nn.parameter.is_lazy, own))  # which this call makes
+            trained &= not any(one.is_meta for one in own)  # such as a copy that counts operations
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(wrapped.inner(module)).__mro__)
             first = self.recorder is None or _is_part_of(self.recorder.model, wrapped.inner(module))
+            if not module.training and torch.is_grad_enabled() and any(one.requires_grad for one in own):
+                self.in_evaluation = self.in_evaluation or type(module).__name__
             if first and trained and torch.is_grad_enabled() and not around:
                 if self.updating:
                     self.in_closure = self.in_closure or (module, arguments, options)

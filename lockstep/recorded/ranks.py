@@ -203,6 +203,13 @@ class Ranks:
             if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value
         ][:1]
 
+    def judge_launch(self) -> None:
+        first = self.ranks[0]
+        if first.launched > first.world_size == 1:
+            self.verdict.wrong.append(
+                f"{first.launched} processes were started, and the script made no process group (torch.distributed.init_process_group): each trains by itself"
+            )
+
     def judge_clips(self) -> None:
         """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
 
@@ -215,6 +222,8 @@ class Ranks:
         )
         for rank, clips in others:
             for own, other in zip(mine, clips, strict=False):
+                if not math.isfinite(own.norm) and not math.isfinite(other.norm):
+                    return  # it is the gradient that is not finite
                 if not _same_norm(own.norm, other.norm):
                     self.verdict.wrong.append(
                         f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"

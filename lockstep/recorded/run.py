@@ -1,5 +1,6 @@
 """What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from lockstep.verdict.rows import Wrong
 
 FEW = 0.05  # of the samples, that a data set may hold twice
 AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
+OFTEN = 3  # steps, in which ranks share a sample at the same places: by chance hardly ever
 IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
 
 
@@ -23,9 +25,13 @@ class RunVerdict:
 
 
 def judge(
-    recordings: list[Recording], *, with_replacement: bool, cut: Sequence[tuple[int, ...]] = ()
+    recordings: list[Recording],
+    *,
+    with_replacement: bool,
+    cut: Sequence[tuple[int, ...]] = (),
+    recorded: int = 0,
 ) -> RunVerdict:
-    """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+    """`recorded` are the first steps of the last of them that are judged one by one. `recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
 
     `cut` are the ranks that have pieces of the same samples.
 
@@ -44,8 +50,11 @@ def judge(
     samples = _data_parallel(samples)
     _judge_division(verdict, samples, len(cut[0]) if cut else 1)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
+    if not with_replacement:
+        _judge_overlap(verdict, samples)
     _judge_order(verdict, samples)
-    _judge_micro_batches(verdict, ranks[0])
+    _judge_epochs(verdict, ranks[0])
+    _judge_micro_batches(verdict, ranks[0], recorded)
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
     _judge_ranks_rates(verdict, ranks)
@@ -106,6 +115,26 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         verdict.wrong.append(Wrong(said))
 
 
+def _judge_overlap(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Windows of ranks that overlap: in each step, one rank has a sample at the same place that another has."""
+    if verdict.steps < OFTEN or verdict.wrong:
+        return
+    for one, other in itertools.combinations(range(len(ranks)), 2):
+        at: dict[tuple[int, int], set[int]] = {}  # places in a step -> the samples that were there
+        for number in range(verdict.steps):
+            mine, others = _seen(ranks[one][number : number + 1]), _seen(ranks[other][number : number + 1])
+            place_of = {sample: place for place, sample in enumerate(others)}
+            for place, sample in enumerate(mine):
+                if sample in place_of:
+                    at.setdefault((place, place_of[sample]), set()).add(sample)
+        again = next((places for places, found in at.items() if len(found) == verdict.steps), None)
+        if again is not None:
+            verdict.wrong.append(
+                f"in each step, sample {again[0]} of rank {one} is sample {again[1]} of rank {other}: what ranks read overlaps"
+            )
+            return
+
+
 def _seen(steps: Iterable[RunStep]) -> list[int]:
     """The samples of a rank, in order."""
     return [sample for step in steps for micro in step.samples for sample in _once(micro)]
@@ -135,6 +164,25 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
         verdict.notes.append(said)
 
 
+def _judge_epochs(verdict: RunVerdict, steps: list[RunStep]) -> None:
+    """What a sampler is told, where samples are not known again, such as images that are augmented."""
+    seen, last = (
+        0,
+        dict[int, tuple[int, int]](),
+    )  # by sampler: the epoch, and how many samples were seen before
+    for step in steps:
+        numbers = [len({*_once(micro)}) for micro in step.samples]
+        for order in step.orders:
+            before = seen + sum(numbers[: order.calls])
+            told, since = last.get(order.sampler, (-1, 0))
+            if told == order.epoch and before - since >= AN_EPOCH * order.samples and not verdict.wrong:
+                verdict.wrong.append(
+                    f"a DistributedSampler that shuffles is told epoch {told} in two epochs, and gives one order in both: sampler.set_epoch(epoch) is missing"
+                )
+            last[order.sampler] = order.epoch, before
+        seen += sum(numbers)
+
+
 def _who(ranks: list[list[RunStep]]) -> str:
     """Whether ranks share samples before any comes again on a rank itself, to be read after the number."""
     sets = [_first_epoch(_seen(steps)) for steps in ranks]
@@ -156,11 +204,12 @@ def _first_epoch(samples: Iterable[int]) -> set[int]:
     return found
 
 
-def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep]) -> None:
+def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep], recorded: int) -> None:
+    """`recorded` are the steps that are judged one by one."""
     numbers = [len(step.samples) for step in steps]
     usual = Counter(numbers).most_common(1)[0][0] if numbers else 0
     odd = next((place for place, number in enumerate(numbers, 1) if number != usual), None)
-    if odd is not None:
+    if odd is not None and odd > recorded:
         verdict.notes.append(
             f"step {odd} has {numbers[odd - 1]} micro batches, others {usual}: record up to it (--steps {odd}) to see how they count"
         )

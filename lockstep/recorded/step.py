@@ -88,6 +88,13 @@ class _Step:
         self.streamed = streamed  # memory has one unit of the model at a time
         self.redraws = redraws  # the yardstick is the farthest of several draws
         called = recording.micro_batches(step)
+        later = [
+            one for ranks in recording.steps[1:] for rank in ranks.values() for one in rank.micro_batches
+        ]
+        # In each step it would be a gradient that is set to zero too late
+        once = step == 1 and bool(later) and not any(one.zeroed for one in later)
+        self.thrown_away = [one for one in called if one.about.zeroed and once]
+        called = [one for one in called if one not in self.thrown_away]
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
         pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)
@@ -120,6 +127,12 @@ class _Step:
                 f"a forward hook changes what {and_more(self.ranks[0].hooked)} returns, and the reference has no hooks: "
                 "if that is meant, let the module's forward method do it"
             )
+        if self.thrown_away:
+            number = len({one.number for one in self.thrown_away})
+            verdict.notes.append(
+                f"the first {number} of the micro batches count for nothing: their gradient was set to zero, as is that of none in later steps"
+            )
+        ranks.judge_launch()
         ranks.judge_clips()
         self.gradients = ranks.before_clipping_by_value(gradients)
         verdict.lowered = sorted(self._lowered())

@@ -12,12 +12,14 @@ from lockstep.ground.words import and_more
 from lockstep.recorded import pieces
 from lockstep.recorded.reference import Reference
 from lockstep.recorder.called import Called
+from lockstep.recorder.hashes import digest
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import MULTIPLE
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
+MANY = 8  # different labels, which two micro batches do not have alike by chance
 MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
 # By how many places the tokens that positions are trained to give are ahead
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
@@ -45,6 +47,25 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
             _judge_sight(verdict, reference, called, ids, targets, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
+    _judge_staleness(verdict, reference.model, micro, computed)
+
+
+def _judge_staleness(
+    verdict: StepVerdict, model: torch.nn.Module, micro: list[Called], computed: list[Computed]
+) -> None:
+    """Whether one micro batch has the labels of another."""
+    known: dict[int, Called] = {}
+    for called, found in zip(micro, computed, strict=True):
+        labels, ids = called.tensors.get(found.mean.labels), _ids(model, called, found)
+        if called.piece is not None or labels is None or ids is None or len(labels.unique()) < MANY:
+            continue
+        other = known.setdefault(digest(labels), called)
+        if not torch.equal(other.tensors[ids], called.tensors[ids]):
+            both = f"{other.number} of rank {other.ranks[0]} and {called.number} of rank {called.ranks[0]}"
+            verdict.wrong.append(
+                f"micro batches {both} have the same {found.mean.labels} and not the same {ids}: those of one are the other's"
+            )
+            return
 
 
 def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Called]) -> None:

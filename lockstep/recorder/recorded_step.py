@@ -38,6 +38,7 @@ class MicroBatch(Strict):
     used: bool
     asked: bool = False  # by torch.autograd.grad alone
     reached: bool = False  # by a backward pass
+    zeroed: bool = False  # whether all gradients were set to zero after it, before the optimizers stepped
     # In the loss of another model, whose optimizer stepped then; or for the gradient of the batch alone
     elsewhere: bool = False
     differentiated: bool = False  # in turn
@@ -112,6 +113,7 @@ class Step(Strict):
     format: int
     world_size: Count
     rank: Whole
+    launched: Count = 1  # processes, by the launcher
     step: Count
     torch: Name
     data_parallel: list[Whole]
@@ -158,6 +160,15 @@ class Step(Strict):
         ]
 
 
+class Order(Strict):
+    """A DistributedSampler that shuffles begins to give an order."""
+
+    sampler: Whole  # its number
+    epoch: int  # that it was told
+    samples: Whole  # that it gives a rank
+    calls: Whole  # of the model in the step, before
+
+
 class RunStep(Strict):
     """What is kept of every step of a rank (lockstep/recorder/whole_run.py)."""
 
@@ -167,6 +178,7 @@ class RunStep(Strict):
     data_sets: list[Whole]
     shuffled: bool
     replicas: list[Count]
+    orders: list[Order] = []
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

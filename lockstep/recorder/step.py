@@ -89,6 +89,7 @@ class Recorded:
         if dist.is_initialized() or not self.ranks:
             self.ranks = {
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+                "launched": int(os.environ.get("WORLD_SIZE") or 1),
                 "rank": self.rank,
                 "data_parallel": parallelism.data_parallel(self.model),
                 "groups": parallelism.groups(),
@@ -143,6 +144,7 @@ class Recorded:
         self.elsewhere = 0  # tensors that optimizers of other models hold
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
+        self.first_parameters: list[int] = []  # of the optimizers that have stepped
         self.buffers: dict[str, int] = {}
         self.before_zeroing: dict[
             int, list[int]
@@ -155,6 +157,9 @@ class Recorded:
             # A model that returns its loss alone was taken for one that is trained on it.
             seen = any(place.startswith(f"forward/{number}/") for place in self.kept.places)
             about["used"] &= about["reached"] or about["asked"] or not seen
+            about["zeroed"] = bool(self.first_parameters) and all(
+                number in self.before_zeroing.get(one, ()) for one in self.first_parameters
+            )
         if self.rank == 0 and self.step == 1:
             made = {
                 "device": str(next(self.model.parameters()).device),

@@ -78,11 +78,12 @@ class Updates(Recorded):
 
     def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A loop may skip a step whose norm is too large."""
+        if self.optimizers:  # have stepped: what is set to zero now, counted
+            return
         self.before_zeroing[_first(optimizer)] = [
             number for number, about in enumerate(self.micro) if about["used"]
         ]
-        complete = bool(self.clips) and not self.optimizers
-        self.given_up_on |= complete and not self._is_of_another_model(optimizer)
+        self.given_up_on |= bool(self.clips) and not self._is_of_another_model(optimizer)
 
     def _see_reduction(self, number: int) -> None:
         self.reduced += number
@@ -161,6 +162,7 @@ class Updates(Recorded):
         self.updating = True
         final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
         again = bool(final) and id(optimizer) in self.stepped
+        self.first_parameters.append(_first(optimizer))
         self.stepped.add(id(optimizer))
         if not self.optimizers:
             final = list(own.values())

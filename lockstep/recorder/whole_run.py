@@ -2,6 +2,7 @@
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
                                "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
+                               "orders": the epochs that it is told,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -10,6 +11,7 @@ Hashes are made on the model's device, and fetched for many steps at once.
 import contextlib
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ class Loaders:
     """What the loop goes over. Whoever waits for the model's first call begins before it: its batch is fetched by then."""
 
     def __init__(self) -> None:
+        self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
         self.begin()
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
@@ -41,13 +44,19 @@ class Loaders:
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+        self.orders: list[dict[str, int]] = []
+        self.calls = 0  # of the model, in this step
 
     def _see_data(self, loader: Any) -> None:
         with contextlib.suppress(TypeError):  # an iterable data set has no length
             self.data_sets.add(len(loader.dataset))
 
     def _see_order(self, sampler: DistributedSampler) -> None:
-        self.shuffled |= sampler.shuffle
+        if sampler.shuffle:
+            self.shuffled = True
+            number = self.samplers.setdefault(sampler, len(self.samplers))
+            about = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
+            self.orders.append({**about, "calls": self.calls})
         self.replicas.add(sampler.num_replicas)
 
     def close(self) -> None:
@@ -107,6 +116,7 @@ class WholeRun:
             self._end_step()
             self.rates = self.coming if self.updating else []
         self.called, self.elsewhere = True, []
+        self.loaders.calls += 1
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
@@ -135,6 +145,7 @@ class WholeRun:
                 "data_sets": sorted(self.loaders.data_sets),
                 "shuffled": self.loaders.shuffled,
                 "replicas": sorted(self.loaders.replicas),
+                "orders": self.loaders.orders,
                 "evaluated": self.evaluated,
             }
         )

@@ -153,17 +153,29 @@ def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: flo
     if not math.isclose(total / (told or tokens), loss, rel_tol=SAME):
         return mean
     mean.tokens, mean.divisor = tokens, told or tokens
-    shape = _rows(called, len(targets))
-    if shape is not None:
-        wanted = mean.targets = _in_rows(targets, shape, -1)
-        mean.labels = next((name for name, one in _wanted(called, shape) if torch.equal(one, wanted)), "")
+    mean.targets, mean.labels, _ = in_rows(called, calls)
     return mean
 
 
-def logits_of_calls(called: Called, calls: list[Entropy]) -> torch.Tensor | None:
-    """(batch, sequence, V), as far as these calls of cross_entropy are of as many tokens."""
-    shape = _rows(called, sum(len(one.logits) for one in calls))
-    return None if shape is None else _in_rows(torch.cat([one.logits for one in calls]), shape, 0)
+def in_rows(called: Called, calls: list[Entropy]) -> tuple[torch.Tensor | None, str, torch.Tensor | None]:
+    """(the targets of these calls as rows (batch, sequence), the input that they are made of, "" if none is, and the logits likewise).
+
+    Several calls are of parts of the rows, or each of some positions of all rows. None where it is not known.
+    """
+    shape = _rows(called, sum(len(one.targets) for one in calls))
+    if shape is None:
+        return None, "", None
+    by_rows, by_positions = (
+        lambda parts: torch.cat(parts).unflatten(0, (shape[0], -1)),
+        lambda parts: torch.cat([one.unflatten(0, (shape[0], -1)) for one in parts], 1),
+    )
+    of_parts = any(len(one.targets) % shape[0] for one in calls)
+    for arranged in (by_rows,) if of_parts else (by_rows, by_positions):
+        targets = _padded(arranged([one.targets for one in calls]), shape, -1)
+        labels = next((name for name, one in _wanted(called, shape) if torch.equal(one, targets)), "")
+        if labels or len(calls) == 1:
+            return targets, labels, _padded(arranged([one.logits for one in calls]), shape, 0)
+    return None, "", None
 
 
 def _rows(called: Called, places: int) -> torch.Size | None:
@@ -172,9 +184,8 @@ def _rows(called: Called, places: int) -> torch.Size | None:
     return next((one for one in shapes if places in (one.numel(), one.numel() - one[0])), None)
 
 
-def _in_rows(found: torch.Tensor, shape: torch.Size, none: float) -> torch.Tensor:
-    """What there is for each place (places, ...), as rows; `none` in the last place of each if there is nothing for it."""
-    rows = found.unflatten(0, (shape[0], -1))
+def _padded(rows: torch.Tensor, shape: torch.Size, none: float) -> torch.Tensor:
+    """With `none` in the last place of each row if there is nothing for it."""
     return rows if rows.shape[1] == shape[1] else torch.cat([rows, torch.full_like(rows[:, :1], none)], 1)
 
 

@@ -94,6 +94,16 @@ def test_ranks_that_share_samples_are_named():
     assert judged(Made(crossed), with_replacement=True).wrong == []
 
 
+def test_windows_of_ranks_that_overlap():
+    made = [[[5 * step, 5 * step + 1, 5 * step + 2], [5 * step + 2, 5 * step + 3]] for step in range(4)]
+    assert judged(Made(made)).wrong == [
+        "in each step, sample 2 of rank 0 is sample 0 of rank 1: what ranks read overlaps"
+    ]
+    assert judged(Made(made), with_replacement=True).wrong == judged(Made(made[:2])).wrong == []
+    fixed = [[[7, *own[1:]], [7, *other[1:]]] for own, other in epochs(1)]  # such as a prompt in each batch
+    assert not any("overlaps" in said for said in judged(Made(fixed)).wrong)
+
+
 def test_accelerate_steps_a_schedule_once_for_each_process():
     verdict = judged(Made(epochs(1), scheduled={"accelerate": 2}))
     assert verdict.wrong == [] and "by Accelerate" in verdict.notes[0]

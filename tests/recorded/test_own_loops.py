@@ -1,0 +1,224 @@
+"""Loops as people write them, in one process: what is wrong in them is found, and what is right passes."""
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lockstep
+from lockstep import judge, record
+
+VOCABULARY, LENGTH = 50, 16
+
+
+def at_once(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class LM(torch.nn.Module):
+    """`loss`: how the model computes its loss, from logits that it does not return."""
+
+    def __init__(self, loss=at_once):
+        super().__init__()
+        self.embedding, self.inside = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, 16)
+        self.head, self.loss = torch.nn.Linear(16, VOCABULARY), loss
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, ids, targets):
+        assert self.scale.dtype == torch.float32, f"found {self.scale.dtype}"
+        x = F.gelu(self.inside(self.embedding(ids))) * self.scale
+        return self.loss(10 * torch.tanh(self.head(x) / 10), targets)
+
+
+def two_chunks(logits, targets):
+    """The sum over both halves of the positions, divided by all labels."""
+    of = zip(logits.chunk(2, 1), targets.chunk(2, 1), strict=True)
+    total = sum(F.cross_entropy(one.flatten(0, 1), two.flatten(), reduction="sum") for one, two in of)
+    return total / (targets != -100).sum()
+
+
+def shifted_inside(logits, targets):
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), targets[:, 1:])
+
+
+class Sees(LM):
+    def forward(self, ids, targets):
+        x = self.embedding(ids)
+        return self.loss(self.head(x + self.inside(x.mean(1, keepdim=True))), targets)
+
+
+def verdict(folder, capsys):
+    status = judge.main([str(folder)])
+    return status, capsys.readouterr().out
+
+
+def trained(folder, model, batches, *, before=lambda model: None):
+    """A run whose steps are given: the tokens and labels of each micro batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, folder):
+        before(model)
+        for step in batches:
+            optimizer.zero_grad()
+            for ids, labels in step:
+                (model(ids, labels) / len(step)).backward()
+            optimizer.step()
+
+
+def drawn(number=1, steps=2, ahead=1):
+    """Tokens, and those that are `ahead`."""
+    tokens = torch.randint(0, VOCABULARY, (steps, number, 4, LENGTH + 2))
+    return [[(one[:, :LENGTH], one[:, ahead : LENGTH + ahead]) for one in step] for step in tokens]
+
+
+@pytest.mark.parametrize("loss", [at_once, two_chunks])
+@pytest.mark.parametrize("ahead, status", [(1, 0), (0, 1), (2, 1)])
+def test_labels_of_a_loss_that_the_model_computes_alone(tmp_path, capsys, loss, ahead, status):
+    torch.manual_seed(0)
+    trained(tmp_path, LM(loss), drawn(ahead=ahead))
+    found, out = verdict(tmp_path, capsys)
+    assert found == status and f"{4 * LENGTH} tokens" in out
+    assert ("labels are not shifted" in out, "labels are shifted twice" in out) == (ahead == 0, ahead == 2)
+
+
+def test_labels_that_the_model_shifts(tmp_path, capsys):
+    torch.manual_seed(0)
+    steps = [[(ids, ids) for ids, _ in step] for step in drawn()]
+    trained(tmp_path / "right", LM(shifted_inside), steps)
+    assert verdict(tmp_path / "right", capsys)[0] == 0
+    trained(tmp_path / "twice", LM(shifted_inside), drawn())
+    assert "labels are shifted twice" in verdict(tmp_path / "twice", capsys)[1]
+
+
+def test_unequal_labels_of_a_loss_that_the_model_computes_alone(tmp_path, capsys):
+    """Micro batches count alike, whatever their tokens: a documented difference, with its size."""
+    torch.manual_seed(0)
+    steps = drawn(number=2)
+    for step in steps:
+        step[0] = step[0][0], step[0][1].clone()
+        step[0][1][:, 4:] = -100
+    trained(tmp_path, LM(), steps)
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and "a token would count 0.4 to 1.6 times as much" in out
+
+
+def test_a_model_that_sees_later_tokens_and_returns_its_loss_alone(tmp_path, capsys):
+    torch.manual_seed(0)
+    trained(tmp_path, Sees(), drawn())
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "the logits depend on the tokens that they must give" in out
+
+
+def test_labels_of_another_micro_batch(tmp_path, capsys):
+    torch.manual_seed(0)
+    right = drawn(number=2)
+    trained(tmp_path / "right", LM(), right)
+    assert verdict(tmp_path / "right", capsys)[0] == 0
+    stale = [[(ids, step[0][1]) for ids, _ in step] for step in right]
+    trained(tmp_path / "stale", LM(), stale)
+    found, out = verdict(tmp_path / "stale", capsys)
+    said = "micro batches 0 of rank 0 and 1 of rank 0 have the same targets and not the same ids"
+    assert found == 1 and said in out
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_pass_that_is_thrown_away_before_the_first_step(tmp_path, capsys, same):
+    torch.manual_seed(0)
+    steps = drawn(number=2, steps=3)
+    other = steps[0][0] if same else drawn()[0][0]
+    trained(tmp_path, LM(), steps, before=lambda model: model(*other).backward())
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and "the first 1 of the micro batches count for nothing" in out
+
+
+def test_gradients_that_are_set_to_zero_in_each_step(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for step in drawn(number=2):
+            for ids, labels in step:
+                optimizer.zero_grad()
+                (model(ids, labels) / 2).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "the micro batches count 0, 0.5" in out
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_a_launcher_without_a_process_group(tmp_path, capsys, monkeypatch, world):
+    torch.manual_seed(0)
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", world)
+    trained(tmp_path, LM(), drawn())
+    found, out = verdict(tmp_path, capsys)
+    assert found == int(world) - 1
+    assert ("FAIL: step 1: 2 processes were started, and the script made no process group" in out) == (
+        found == 1
+    )
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_epochs_of_samples_that_are_not_known_again(tmp_path, capsys, told):
+    """As of images that are augmented."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(24, 8), torch.randint(0, 4, (24,)))
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, 4, sampler=sampler)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        next(iter(loader))  # a look at the first batch is no epoch
+        for epoch in range(3):
+            if told:
+                sampler.set_epoch(epoch)
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x + torch.randn_like(x)), y).backward()
+                optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == int(not told)
+    assert ("is told epoch 0 in two epochs" in out) == (not told)
+
+
+BEFORE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(8, 16), torch.nn.Linear(16, 5)
+        self.register_buffer("scale", torch.ones(16))
+    def forward(self, x):
+        return self.two(self.one(x).relu() * self.scale)
+def main():
+    torch.manual_seed(0)
+    model = Net()
+    {before}
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        x, y = torch.randn(4, 8), torch.randint(0, 5, (4,))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_copy_on_the_meta_device_is_not_what_is_trained(tmp_path, capsys):
+    """Such as one that operations are counted with."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    copy = "\n    ".join(
+        ('with torch.device("meta"):', "    copy = Net()", "    copy(torch.randn(4, 8)).sum().backward()")
+    )
+    script.write_text(BEFORE.format(before=copy))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert verdict(output, capsys)[0] == 0
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_alone(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(BEFORE.format(before="model.eval()"))
+    assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 2
+    said = "called Net in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"
+    assert said in capsys.readouterr().err
