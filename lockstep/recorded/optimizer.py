@@ -155,8 +155,8 @@ class Replay:
         optimizer = self.kind.__new__(self.kind)
         vars(optimizer).update(bare())
         building.tensors = _Recorded(read("attribute", self.optimizer.number, 1))
-        if not self.defaults:
-            vars(optimizer).update(_values(building, self.optimizer.attributes))
+        own = {"defaults": self.defaults} if self.defaults else _values(building, self.optimizer.attributes)
+        vars(optimizer).update(own)
         optimizer.param_groups = []
         for group in self.optimizer.groups:
             said = {key: one for key, one in group.items() if key != "params"}
