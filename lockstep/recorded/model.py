@@ -144,7 +144,10 @@ class Model(Passes):
         """What the model returns for a micro batch that the run need not have seen; None without logits."""
         # Hooks keep what modules return where gradients are computed.
         with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
-            _, logits = outputs_of(self._forward(called))
+            output = self._forward(called)
+            _, logits = outputs_of(output)
+            if isinstance(output, list):  # perhaps chunks
+                logits = called.whole_of(list(tensors_of(output).values()))
         if logits is None and self.head == CROSS_ENTROPY:
             return in_rows(called, self.mode.entropies or [])[2]
         return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits

@@ -154,6 +154,9 @@ class Ranks:
             same = (own == of_first) & (own != 0)
             if 2 * int(same.sum()) > int(own.count_nonzero()):
                 return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
+        times = self._scaled(first.rank, rank)
+        if times is not None:
+            return f"; those of rank {rank} are {times:.5g} times those of rank {first.rank}, as where each rank clips by the norm of what it has alone"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         of_one_model = self._shares_a_model(first, about)
         if of_one_model and not together:
@@ -162,6 +165,23 @@ class Ranks:
             ": these have parts of one model, so a sum in the backward pass may be missing" * of_one_model
         )
         return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them{inside}"
+
+    def _scaled(self, first: int, rank: int) -> float | None:
+        """How many times larger the gradients of one rank are that differ from another's; None if it is not one factor."""
+        ratios = []
+        for name in self.verdict.differ:
+            one, other = (
+                self.recording.part(of, self.verdict.step, f"gradient/{name}") for of in (first, rank)
+            )
+            if one is None or other is None or one.shape != other.shape or not one.any():
+                return None
+            one, other = one.double(), other.double()
+            ratio = float((one * other).sum() / one.square().sum())
+            if not float((other - ratio * one).norm()) <= SAME_NORM * float(other.norm()):
+                return None
+            ratios.append(ratio)
+        same = bool(ratios) and max(ratios) - min(ratios) <= SAME_NORM * abs(ratios[0])
+        return ratios[0] if same and len(ratios) > 1 else None
 
     def _first_alike(self, rank: int, name: str) -> Step:
         """The first other rank that holds the same of a gradient."""

@@ -115,7 +115,7 @@ def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
     """Those of rank 0, then of the others with the parameters that no rank before holds."""
     known: set[str] = set()
     for rank, one in recording.steps[step - 1].items():
-        for optimizer in one.optimizers:
+        for optimizer in one.stepping:
             groups = [
                 {**group, "params": [name for name in group["params"] if name and name not in known]}
                 for group in optimizer.groups

@@ -88,6 +88,12 @@ class Optimizer(Strict):
     ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
     again: bool = False  # it has stepped before, with the same gradient
     compiled: bool = False  # its step, by torch.compile
+    idle: bool = False  # nothing that it holds has a gradient
+
+    @property
+    def held(self) -> list[str]:
+        """The model's parameters."""
+        return [name for group in self.groups for name in group["params"] if name]
 
     @property
     def is_of_deepspeed(self) -> bool:
@@ -149,15 +155,15 @@ class Step(Strict):
         return {name for name in self.places if name.startswith("weight/")}
 
     @property
+    def stepping(self) -> list[Optimizer]:
+        """The optimizers, without one whose parameters others have stepped before, so that none has a gradient any more."""
+        busy = {name for one in self.optimizers if not one.idle for name in one.held}
+        return [one for one in self.optimizers if not (one.idle and busy.issuperset(one.held))]
+
+    @property
     def held(self) -> list[str]:
         """The model's parameters that optimizers hold; one comes as often as it is held."""
-        return [
-            name
-            for optimizer in self.optimizers
-            for group in optimizer.groups
-            for name in group["params"]
-            if name
-        ]
+        return [name for optimizer in self.stepping for name in optimizer.held]
 
 
 class Order(Strict):

@@ -338,7 +338,8 @@ class Recorder(Updates):
             self.beside.pop().remove()
         if not self.micro or self.optimizers:
             return
-        names = {id(one): name for name, one in wrapped.named_parameters(self.model).items()}
+        # Of FSDP2, whole ones, which are in the places of their shards
+        names = {id(one): wrapped.clean(name) for name, one in self.model.named_parameters()}
         for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
             if id(leaf) in names:
                 name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"

@@ -189,6 +189,8 @@ class Updates(Recorded):
                     if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
                 ],
                 "again": again,
+                # Such as one that stands for others, which have stepped in the backward pass
+                "idle": bool(held) and all(one.grad is None for one in held),
                 "compiled": self.compiled,
             }
         )

@@ -30,6 +30,7 @@ LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 Place = tuple[CodeType, int, int]  # in code, and the number of the time
 OF_MODES = (__name__, CountsTopk.__module__)
+OF_US = ("torch", __name__.partition(".")[0])
 GROUPS = " (groups)"  # after the name of a choice of experts
 
 
@@ -119,15 +120,18 @@ class Told(CountsTopk):
 
     def read_dtype(self, found: torch.dtype) -> torch.dtype:
         """The dtype of a tensor that the model's code reads."""
-        if self.dtypes is not None:
-            self.dtypes[self._place()] = found
+        place = self._place()
+        if self.dtypes is not None and place is not None:
+            self.dtypes[place] = found
         return found
 
-    def _place(self) -> Place:
-        """Where the code is that has called a function, and how often it was there before."""
+    def _place(self) -> Place | None:
+        """Where the code is that has called a function, and how often it was there before; None if it is torch's, or Lockstep's, which must know."""
         frame = sys._getframe(1)
         while frame.f_globals["__name__"] in OF_MODES and frame.f_back is not None:
             frame = frame.f_back
+        if frame.f_globals["__name__"].partition(".")[0] in OF_US:
+            return None
         self.reads[frame.f_code, frame.f_lasti] += 1
         return frame.f_code, frame.f_lasti, self.reads[frame.f_code, frame.f_lasti]
 
@@ -219,7 +223,8 @@ class Float64(Told):
     def read_dtype(self, found: torch.dtype) -> torch.dtype:
         if self.dtypes is None or found is not self.wide:
             return found
-        return self.dtypes.get(self._place(), found)
+        place = self._place()
+        return found if place is None else self.dtypes.get(place, found)
 
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         if self.dtypes is None:
