@@ -94,7 +94,7 @@ class _Finding:
         import torch
         from torch.optim import optimizer
 
-        from lockstep.recorder import patches, wrapped
+        from lockstep.recorder import divided, patches, wrapped
         from lockstep.recorder.recorder import Recorder
         from lockstep.recorder.whole_run import Loaders
 
@@ -146,8 +146,10 @@ class _Finding:
         )
         # Before the script asks: Python looks torch.autograd.grad up before it calls the model, in the arguments.
         sees_no_more = patches.see_asking()
+        self._model_is_complete = divided.see_divisions()
 
         def restore() -> None:
+            self._model_is_complete()
             sees_no_more()
             torch.nn.Module.__call__ = real  # type: ignore[method-assign]
             for hook in hooks:
@@ -157,6 +159,7 @@ class _Finding:
         torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _record(self, module: "torch.nn.Module") -> "Recorder":
+        self._model_is_complete()
         if self.recorder is not None:
             self.recorder.discard()
         self.recorder = self.make(module)

@@ -41,8 +41,11 @@ class Ranks:
                 found[name] = tensor
             if odd:
                 differ.append((name, odd[0]))
-        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
-            self.reduced_later, differ = True, []
+        if kind == "gradient" and differ:
+            reduced, apart = self._reduces_itself([name for name, _ in differ])
+            self.reduced_later = reduced
+            # Of gradients that the optimizer reduces, those that it does not
+            differ = [] if reduced else [one for one in differ if one[0] in apart] or differ
         if differ:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
@@ -114,24 +117,25 @@ class Ranks:
             f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
         ]
 
-    def _reduces_itself(self, differ: list[str]) -> bool:
-        """Whether an optimizer makes one update of gradients that differ between replicas.
+    def _reduces_itself(self, differ: list[str]) -> tuple[bool, list[str]]:
+        """(whether an optimizer makes one update of gradients that differ between replicas; of which it does not, if it does so of others).
 
         Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much. They may
         also be the same by accident, such as after Adam's first step, which has the signs of the gradient alone: most are by none.
         """
-        size, apart = 0, []
+        size, apart = 0, dict[str, int]()
         for name in differ:
             updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
             size += 0 if odd else updated.numel()
-            apart += [f"{name} on rank {odd[0]}"] if odd else []
+            apart |= {name: odd[0]} if odd else {}
         if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
-            return False
+            return False, list(apart) if self.ranks[0].reduced else []
         if apart:
+            where = and_more([f"{name} on rank {odd}" for name, odd in apart.items()])
             self.of_update.append(
-                f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
+                f"weights differ after the update between ranks that hold the same: {where}"
             )
-        return True
+        return True, []
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
@@ -143,7 +147,11 @@ class Ranks:
             clips = zip(
                 *([clip for clip in one.clips if clip.has(name)] for one in (first, about)), strict=False
             )
-            one, other = next(pair for pair in clips if pair[0].factor != pair[1].factor)
+            pair = next((pair for pair in clips if pair[0].factor != pair[1].factor), None)
+            if pair is None:
+                clipped, other_rank = (first.rank, rank) if first.clips else (rank, first.rank)
+                return f"; rank {clipped} clipped them, rank {other_rank} did not"
+            one, other = pair
             if _same_norm(one.norm, other.norm):
                 return f"; they were clipped to different norms, {one.max_norm:.7g} and {other.max_norm:.7g}"
             return f"; they were clipped by different norms, {one.norm:.7g} and {other.norm:.7g}"

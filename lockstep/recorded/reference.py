@@ -120,7 +120,11 @@ class Reference(Model):
             why = "; its forward pass communicates, which one process cannot" * (
                 "process group" in str(error)
             )
-            left_out = self.recording.tree.get("left_out", [])
+            said = str(error)
+            left_out = sorted(  # first what the error names
+                self.recording.tree.get("left_out", []),
+                key=lambda one: one.partition(":")[0].rpartition(".")[2] not in said,
+            )
             why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
             raise UserError(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"

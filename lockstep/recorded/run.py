@@ -41,6 +41,7 @@ def judge(
     if len({len(run) for run in runs}) > 1:
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
+    with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
     verdict = RunVerdict(min(len(steps) for steps in ranks))
     if not verdict.steps:
         verdict.notes.append("the program was killed before the last step that it was to record: not judged")
@@ -110,8 +111,12 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         )
         return
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
-    if len(sizes) == 1 and len(first) + in_a_step < AN_EPOCH * max(sizes):
-        said = f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has"
+    often = len(order) - len(first) > max(in_a_step, FEW * len(order))  # else some are in it twice
+    if len(sizes) == 1 and often and len(first) + in_a_step < AN_EPOCH * max(sizes):
+        said = (
+            f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has; "
+            "where they are drawn with replacement, say --with-replacement"
+        )
         verdict.wrong.append(Wrong(said))
 
 
@@ -218,7 +223,11 @@ def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep], recorded: in
 def _judge_mode(verdict: RunVerdict, steps: list[RunStep]) -> None:
     """A loop that evaluates must turn training mode on again."""
     after = next((number for number, step in enumerate(steps, 1) if step.evaluated), None)
-    if after is not None:
+    if after is not None and after < len(steps):
+        verdict.wrong.append(
+            f"a pass in evaluation mode goes backward after step {after}: its gradient is there in what follows"
+        )
+    elif after is not None:
         verdict.wrong.append(
             f"after step {after} the model is trained in evaluation mode: model.train() is missing"
         )

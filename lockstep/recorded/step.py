@@ -88,11 +88,11 @@ class _Step:
         self.streamed = streamed  # memory has one unit of the model at a time
         self.redraws = redraws  # the yardstick is the farthest of several draws
         called = recording.micro_batches(step)
-        later = [
-            one for ranks in recording.steps[1:] for rank in ranks.values() for one in rank.micro_batches
-        ]
         # In each step it would be a gradient that is set to zero too late
-        once = step == 1 and bool(later) and not any(one.zeroed for one in later)
+        once = any(
+            not any(one.zeroed for rank in ranks.values() for one in rank.micro_batches)
+            for ranks in recording.steps
+        )
         self.thrown_away = [one for one in called if one.about.zeroed and once]
         called = [one for one in called if one not in self.thrown_away]
         self.unused = [one for one in called if not one.about.used]
@@ -130,7 +130,7 @@ class _Step:
         if self.thrown_away:
             number = len({one.number for one in self.thrown_away})
             verdict.notes.append(
-                f"the first {number} of the micro batches count for nothing: their gradient was set to zero, as is that of none in later steps"
+                f"the first {number} of the micro batches count for nothing: their gradient was set to zero, as not in each step"
             )
         ranks.judge_launch()
         ranks.judge_clips()

@@ -185,6 +185,7 @@ class RunStep(Strict):
     shuffled: bool
     replicas: list[Count]
     orders: list[Order] = []
+    with_replacement: bool = False  # by a RandomSampler
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

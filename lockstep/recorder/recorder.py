@@ -37,7 +37,16 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_du
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
-from lockstep.recorder import deepspeed_engine, dropped, parallelism, patches, surroundings, tree, wrapped
+from lockstep.recorder import (
+    deepspeed_engine,
+    divided,
+    dropped,
+    parallelism,
+    patches,
+    surroundings,
+    tree,
+    wrapped,
+)
 from lockstep.recorder.kept import digest_of, generators, is_channels_last
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
@@ -81,6 +90,7 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
+        self.when_complete: Callable[[], None] = lambda: None  # called when the model is called first
         self.removing.append(dropped.see_dropout(self._sees_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
@@ -163,6 +173,7 @@ class Recorder(Updates):
         assert self.hooks is not None
         number = len(self.micro)
         if number == 0:
+            self.when_complete()
             self.surroundings = self.surroundings or surroundings.describe(self.model)
             own = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
@@ -361,7 +372,9 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
     recorder = Recorder(model, Path(folder), steps, modules)
+    recorder.when_complete = divided.see_divisions()
     try:
         yield recorder
     finally:
+        recorder.when_complete()
         recorder.stop()

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError
-from lockstep.recorder import deepspeed_layers, quantized
+from lockstep.recorder import deepspeed_layers, divided, quantized
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.script import Script
 from lockstep.recorder.wrapped import clean
@@ -33,6 +33,7 @@ from lockstep.recorder.wrapped import clean
 # Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
 # it has put hooks on the modules, so it will put them on those of the model that is built again.
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
+OF_WRAPPERS = "__composable_api"  # of FSDP2, replicate and checkpoint: what they hold of a module they wrap
 PACKAGES = {
     "argparse",
     "builtins",
@@ -96,12 +97,16 @@ class Describing:
             child = self.module(module.module, f"{name}.module")
             kept: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
             return {"class": name_of(Passed), **kept}
-        values = {key: value for key, value in vars(module).items() if key not in OWN}
+        values = {
+            key: value
+            for key, value in vars(module).items()
+            if key not in OWN and not key.startswith(OF_WRAPPERS)
+        }
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
             kind, values = quantized.before(module)
-        attributes = self.values(values, name)
+        attributes = self.values(values | divided.wholes(module), name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
             f"{one.__name__} of {name or 'the model'}"
@@ -367,7 +372,7 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Ten
     """
     describing, found = _State(model), {}
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
+        for key, value in {**vars(module), **divided.wholes(module)}.items():
             place, describing.attributes = f"{clean(name)}:{key}", {}
             if key not in (*OWN, "gradient_checkpointing"):
                 with contextlib.suppress(Unnamed):

@@ -2,7 +2,7 @@
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
                                "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
-                               "orders": the epochs that it is told,
+                               "orders": the epochs that it is told, "with_replacement": whether a RandomSampler draws so,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
@@ -40,10 +41,12 @@ class Loaders:
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
             see_calls(DistributedSampler, "__iter__", self._see_order),
+            see_calls(RandomSampler, "__iter__", self._see_drawing),
         ]
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+        self.with_replacement = False
         self.orders: list[dict[str, int]] = []
         self.calls = 0  # of the model, in this step
 
@@ -58,6 +61,9 @@ class Loaders:
             about = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
             self.orders.append({**about, "calls": self.calls})
         self.replicas.add(sampler.num_replicas)
+
+    def _see_drawing(self, sampler: RandomSampler) -> None:
+        self.with_replacement |= sampler.replacement
 
     def close(self) -> None:
         for remove in self.removing:
@@ -146,6 +152,7 @@ class WholeRun:
                 "shuffled": self.loaders.shuffled,
                 "replicas": sorted(self.loaders.replicas),
                 "orders": self.loaders.orders,
+                "with_replacement": self.loaders.with_replacement,
                 "evaluated": self.evaluated,
             }
         )

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import lockstep
 from lockstep import judge, record
@@ -146,6 +146,39 @@ def test_gradients_that_are_set_to_zero_in_each_step(tmp_path, capsys):
     assert found == 1 and "the micro batches count 0, 0.5" in out
 
 
+def test_a_pass_that_is_thrown_away_between_steps(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for number, step in enumerate(drawn(number=2, steps=3)):
+            optimizer.zero_grad()
+            for ids, labels in step:
+                (model(ids, labels) / 2).backward()
+            optimizer.step()
+            if number == 0:
+                model(*drawn()[0][0]).backward()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and "count for nothing" in out.partition("step 2")[2]
+
+
+def test_a_pass_in_evaluation_mode_that_goes_backward(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for number, step in enumerate(drawn(steps=4)):
+            if number == 2:
+                model.eval()
+                model(*drawn()[0][0]).backward()
+                model.train()
+            model(*step[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "a pass in evaluation mode goes backward after step 2" in out
+
+
 @pytest.mark.parametrize("world", ["1", "2"])
 def test_a_launcher_without_a_process_group(tmp_path, capsys, monkeypatch, world):
     torch.manual_seed(0)
@@ -179,6 +212,25 @@ def test_epochs_of_samples_that_are_not_known_again(tmp_path, capsys, told):
     found, out = verdict(tmp_path, capsys)
     assert found == int(not told)
     assert ("is told epoch 0 in two epochs" in out) == (not told)
+
+
+@pytest.mark.parametrize("kind", ["twice", "replacement"])
+def test_samples_that_a_data_set_holds_twice_or_that_are_drawn_again(tmp_path, capsys, kind):
+    torch.manual_seed(0)
+    x, y = torch.randn(400, 8), torch.randint(0, 4, (400,))
+    if kind == "twice":
+        x[5], y[5] = x[0], y[0]
+    data = TensorDataset(x, y)
+    sampler = RandomSampler(data, replacement=True, num_samples=4000) if kind == "replacement" else None
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        steps = 200 if kind == "replacement" else 12
+        for _, (x, y) in zip(range(steps), DataLoader(data, 4, sampler=sampler), strict=False):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert verdict(tmp_path, capsys)[0] == 0
 
 
 BEFORE = """
