@@ -752,6 +752,64 @@ class InBackward(Own):
         pass
 
 
+class InBackwardTogether(InBackward):
+    """Another optimizer stands for all of them, for what asks for one: it holds the parameters, and does nothing."""
+
+    def make_optimizer(self):
+        super().make_optimizer()
+        return Stands(self.net.parameters(), {})
+
+    def update(self):
+        self.optimizer.step()
+
+
+class Stands(torch.optim.Optimizer):
+    def step(self):
+        pass
+
+
+class TiedInTheLoop(Own):
+    """FSDP2: the loop's loss multiplies what the model returns with the whole table, which the model has used."""
+
+    def made(self):
+        return Embeds()
+
+    def sample(self, generator):
+        return classes(generator, 11, (4, 7)), classes(generator, 11, (4, 7))
+
+    def wrap(self, net):
+        return fully_shard(net)
+
+    def own_loss(self, given):
+        scores = F.linear(self.wrapped(given[0]), self.net.table.weight)
+        return F.cross_entropy(scores.flatten(0, 1), given[1].flatten())
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inside = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return torch.tanh(self.inside(self.table(ids)))
+
+
+class ClippedOnOneRank(Own):
+    """As under `if rank == 0`."""
+
+    def clip(self):
+        if self.rank == 0:
+            clip_grad_norm_(self.net.parameters(), 0.1)
+
+
+class ClippedByOwnNorm(Own):
+    """By hand, by the norm of what the rank has; here as if that had other sizes."""
+
+    def clip(self):
+        for one in self.net.parameters():
+            one.grad.mul_(0.1 + 0.02 * self.rank)
+
+
 class OnShards(Own):
     """Muon rounds to bfloat16, and shards of a matrix add up in another order than the whole."""
 

@@ -35,7 +35,8 @@ RIGHT = {
         ),
         NOT_JUDGED,
     ),
-    **dict.fromkeys(("Forces", "Double", "Slopes"), NOT_JUDGED),
+    **dict.fromkeys(("Forces", "Double", "Slopes", "InBackwardTogether"), NOT_JUDGED),
+    "TiedInTheLoop": f"{NOT_JUDGED}; the part of the gradient of table.weight that {BY_ITSELF}",
     **dict.fromkeys(
         ("Adversary", "Judged", "TwoOptimizers"),
         f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 2",
@@ -110,6 +111,8 @@ RIGHT = {
     ),
 }
 WRONG = {
+    "ClippedOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; rank 0 clipped them, rank 1 did not",
+    "ClippedByOwnNorm": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; those of rank 1 are 1.2 times those of rank 0",
     "StepsTwice": "step 1: the optimizer steps 2 times with one gradient",
     "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
