@@ -7,6 +7,7 @@ import importlib
 import json
 import operator
 import sys
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
-from lockstep.recorder import surroundings
-from lockstep.recorder.script import Definitions, Script
+from lockstep.recorder import functions, surroundings
+from lockstep.recorder.script import Definitions, Script, names_of
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
 
@@ -93,10 +94,13 @@ class Building:
         module, _, path = name.partition(":")
         if not module.endswith(".py"):
             return attribute_of(importlib.import_module(module), path)
-        about = self.scripts.get(module, {"package": None, "values": {}})
-        if not Path(module).is_file():
-            raise ImportError(f"the script {module} is not there")
-        return _definitions(module, Path(module).read_bytes(), json.dumps(about)).find(path, self.value)
+        return self.definitions(module).find(path, self.value)
+
+    def definitions(self, script: str) -> Definitions:
+        about = self.scripts.get(script, {"package": None, "values": {}})
+        if not Path(script).is_file():
+            raise ImportError(f"the script {script} is not there")
+        return _definitions(script, Path(script).read_bytes(), json.dumps(about))
 
     def named(self, name: str) -> Any:
         """A function or class of torch, or of a package that the model's own classes are of."""
@@ -152,11 +156,25 @@ class Building:
                 return getattr(self.value(inside[0]), inside[1])
             case "named":
                 return self.named(inside)
+            case "function":
+                return self.function(value)
             case "same":
                 return self.objects[inside]
             case "object":
                 return self.object(value)
         raise ValueError(f"{kind} is no kind of value")
+
+    def function(self, about: TREE) -> types.FunctionType:
+        name = about["function"]
+        if package_of(name) not in self.packages:
+            raise ValueError(f"{name} is of no package that the model's classes are of")
+        if not name.endswith(".py"):
+            names = vars(importlib.import_module(name))
+            return functions.made(about, Path(names["__file__"]).read_bytes(), names, self.value)
+        source, definitions = Path(name).read_bytes(), self.definitions(name)
+        found = functions.made(about, source, vars(definitions.module), self.value)
+        definitions.define({*names_of(found.__code__)}, self.value)
+        return found
 
     def alone(self, value: Any) -> Any:
         """A value that shares no object with the model."""

@@ -39,7 +39,7 @@ class Script:
         return found
 
     def _names_read(self, statement: ast.stmt) -> set[str]:
-        return set(_names_of(self.compiled(statement)))
+        return set(names_of(self.compiled(statement)))
 
     def compiled(self, statement: ast.stmt) -> types.CodeType:
         body = [*(one for one in self.future if one is not statement), statement]
@@ -57,7 +57,12 @@ class Definitions:
         self.done: set[Any] = set()
 
     def find(self, path: str, value: Callable[[Any], Any]) -> Any:
-        needed = self.script.needed({path.partition(".")[0], STAR}, self.values.__contains__)
+        self.define({path.partition(".")[0]}, value)
+        return functools.reduce(getattr, path.split("."), self.module)
+
+    def define(self, names: set[str], value: Callable[[Any], Any]) -> None:
+        """Let the module have these names, as far as the script has them."""
+        needed = self.script.needed({*names, STAR}, self.values.__contains__)
         given = {name: value(self.values[name]) for name in sorted((needed & self.values.keys()) - self.done)}
         self.done |= given.keys()
         vars(self.module).update(given)
@@ -66,7 +71,6 @@ class Definitions:
                 self.done.add(statement)
                 self._run(statement)
                 vars(self.module).update(given)  # which an `import *` computes again
-        return functools.reduce(getattr, path.split("."), self.module)
 
     def _run(self, statement: ast.stmt) -> None:
         try:
@@ -110,11 +114,11 @@ def _roots(target: ast.AST) -> set[str]:
     return {target.id} if isinstance(target, ast.Name) else set()
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
+def names_of(code: types.CodeType) -> Iterator[str]:
     """The names of the file that code reads, not those of its own functions and attributes."""
     for one in dis.get_instructions(code):
         if one.opname.startswith(("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")):
             yield one.argval
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names_of(inner)
+            yield from names_of(inner)

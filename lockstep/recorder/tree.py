@@ -25,9 +25,9 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError
-from lockstep.recorder import deepspeed_layers, divided, quantized
+from lockstep.recorder import deepspeed_layers, divided, functions, quantized
 from lockstep.recorder.hashes import digest
-from lockstep.recorder.script import Script
+from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
 # Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
@@ -83,6 +83,8 @@ class Describing:
             for name, tensor in names():
                 self.tensors.setdefault(id(tensor), clean(name))
         self.objects: dict[int, int] = {}
+        self.inside: set[int] = set()  # functions that are described now
+        self.read_of_script: set[str] = set()  # names, by functions without one
         self.kept: list[object] = []  # so that no id is given twice
         self.left_out: list[str] = []
         self.hooks: list[str] = []  # of torch.nn.utils, which compute a weight before each call
@@ -153,6 +155,7 @@ class Describing:
             if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
         }
         path = script_of(main)
+        own |= self.read_of_script
         if not own or not path.is_file():
             return {}
         values: TREE = {}
@@ -221,12 +224,28 @@ class Describing:
             if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
                 raise Unnamed(f"the method {value.__name__}, which its class does not have")
             return {"method": [self._module(value.__self__), value.__name__]}
+        if functions.is_nameless(value) and package_of(value.__module__) in self.packages:
+            return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             self._require_named(value)
             return {"named": name_of(value)}
         if typing.get_origin(value) is not None or type(value).__module__ == "typing":
             return self._annotation(value, where)
         return self._object(value, where)
+
+    def _function(self, function: types.FunctionType, where: str) -> TREE:
+        if id(function) in self.inside:
+            raise Unnamed("a function that encloses itself")
+        self.inside.add(id(function))
+        try:
+            about = functions.described(function, self.value, where)
+        except ValueError as error:
+            raise Unnamed(str(error)) from error
+        finally:
+            self.inside.remove(id(function))
+        if function.__module__ == "__main__":
+            self.read_of_script |= {*names_of(function.__code__)}
+        return {"function": name_of(function).partition(":")[0], **about}
 
     def _annotation(self, value: Any, where: str) -> TREE:
         """Such as Union, or Union[Tensor, None]: a module may keep those of a method."""
