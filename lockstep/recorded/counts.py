@@ -78,12 +78,7 @@ class Counts:
         least = self.tolerated * float(of_first[:number].norm())
         if float(found.weights[:number].norm()) <= least and found.squares:
             return  # they are those of further terms alone
-        times = found.weights[:number] / of_first[:number]
-        if float((times - times[0]).abs().max()) <= self.tolerated * float(times[0].abs()):
-            why = f"; those of rank {odd} are {float(times[0]):.6g} times as large, so they were changed after they were reduced"
-            self.of_ranks.say_of_unreduced(why, instead=True)
-        else:
-            self.of_ranks.say_of_unreduced(f"; on rank {odd}, {self.weighed.counts(found.weights)}")
+        self.of_ranks.say_of_unreduced(f"; on rank {odd}, {self.weighed.counts(found.weights)}")
 
     def _fit_of_rank(self, rank: int, names: Iterable[str]) -> Fit | None:
         """What a rank's own gradients, or its shards of them, are made of; None if they have too few elements to say."""

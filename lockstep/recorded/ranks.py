@@ -41,11 +41,8 @@ class Ranks:
                 found[name] = tensor
             if odd:
                 differ.append((name, odd[0]))
-        if kind == "gradient" and differ:
-            reduced, apart = self._reduces_itself([name for name, _ in differ])
-            self.reduced_later = reduced
-            # Of gradients that the optimizer reduces, those that it does not
-            differ = [] if reduced else [one for one in differ if one[0] in apart] or differ
+        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
+            self.reduced_later, differ = True, []
         if differ:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
@@ -117,25 +114,24 @@ class Ranks:
             f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
         ]
 
-    def _reduces_itself(self, differ: list[str]) -> tuple[bool, list[str]]:
-        """(whether an optimizer makes one update of gradients that differ between replicas; of which it does not, if it does so of others).
+    def _reduces_itself(self, differ: list[str]) -> bool:
+        """Whether an optimizer makes one update of gradients that differ between replicas.
 
         Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much. They may
         also be the same by accident, such as after Adam's first step, which has the signs of the gradient alone: most are by none.
         """
-        size, apart = 0, dict[str, int]()
+        size, apart = 0, []
         for name in differ:
             updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
             size += 0 if odd else updated.numel()
-            apart |= {name: odd[0]} if odd else {}
+            apart += [f"{name} on rank {odd[0]}"] if odd else []
         if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
-            return False, list(apart) if self.ranks[0].reduced else []
+            return False
         if apart:
-            where = and_more([f"{name} on rank {odd}" for name, odd in apart.items()])
             self.of_update.append(
-                f"weights differ after the update between ranks that hold the same: {where}"
+                f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
             )
-        return True, []
+        return True
 
     def _why(self, rank: int, name: str) -> str:
         """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
@@ -164,7 +160,7 @@ class Ranks:
                 return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
         times = self._scaled(first.rank, rank)
         if times is not None:
-            return f"; those of rank {rank} are {times:.5g} times those of rank {first.rank}, as where each rank clips by the norm of what it has alone"
+            return f"; those of rank {rank} are {times:.6g} times as large, so they were changed after they were reduced"
         together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
         of_one_model = self._shares_a_model(first, about)
         if of_one_model and not together:
@@ -175,21 +171,23 @@ class Ranks:
         return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them{inside}"
 
     def _scaled(self, first: int, rank: int) -> float | None:
-        """How many times larger the gradients of one rank are that differ from another's; None if it is not one factor."""
-        ratios = []
+        """How many times larger the gradients of one rank are that differ from another's, before clipping; None if it is not one factor."""
+        ratios, elements = list[float](), 0
         for name in self.verdict.differ:
             one, other = (
                 self.recording.part(of, self.verdict.step, f"gradient/{name}") for of in (first, rank)
             )
             if one is None or other is None or one.shape != other.shape or not one.any():
                 return None
-            one, other = one.double(), other.double()
+            one = one.double() / self.ranks[first].clipped(name)
+            other = other.double() / self.ranks[rank].clipped(name)
             ratio = float((one * other).sum() / one.square().sum())
             if not float((other - ratio * one).norm()) <= SAME_NORM * float(other.norm()):
                 return None
             ratios.append(ratio)
+            elements += one.numel()
         same = bool(ratios) and max(ratios) - min(ratios) <= SAME_NORM * abs(ratios[0])
-        return ratios[0] if same and len(ratios) > 1 else None
+        return ratios[0] if same and elements > 1 else None
 
     def _first_alike(self, rank: int, name: str) -> Step:
         """The first other rank that holds the same of a gradient."""

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from lockstep.ground import origin
-from lockstep.recorder.tree import TREE, Describing, Unnamed, class_of, globals_of, name_of, package_of
+from lockstep.recorder.tree import TREE, Describing, Unnamed, globals_of, name_of, named, package_of
 
 INSTALLED = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 # What a launcher says is so of the judge, which is one process.
@@ -74,8 +74,8 @@ def restored() -> Iterator[None]:
 
 def _classes(model: torch.nn.Module) -> set[type]:
     """Those of the user's own files that the model's modules are of."""
-    kinds = {base for module in model.modules() for base in class_of(module).__mro__}
-    return {kind for kind in kinds if _is_own(_names_beside(kind))}
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    return {kind for kind in kinds if _is_own(_names_beside(kind)) and named(kind) is kind}
 
 
 def _names_beside(value: Any) -> TREE:

@@ -58,7 +58,7 @@ def class_of(module: torch.nn.Module) -> type:
     kind = type(module)
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
-    while (found := _found(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
+    while (found := named(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
         if isinstance(found, type) and found is not kind and issubclass(kind, found):
             return found
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
@@ -264,7 +264,7 @@ class Describing:
 
     def _require_named(self, value: Any) -> None:
         """Only what `Building.named` of lockstep/recorder/building.py finds again."""
-        if _found(value) is not value or package_of(value.__module__) not in self.packages:
+        if named(value) is not value or package_of(value.__module__) not in self.packages:
             raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
@@ -352,7 +352,7 @@ def globals_of(value: Any) -> TREE:
     return next((one for one in found if one.get("__name__") == "__main__"), own)
 
 
-def _found(value: Any) -> Any:
+def named(value: Any) -> Any:
     """What a file has under a class's or function's own name, or None."""
     names = globals_of(value)
     if value.__module__ == "__main__" and not script_of(names).is_file():

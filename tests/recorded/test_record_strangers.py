@@ -112,7 +112,7 @@ RIGHT = {
 }
 WRONG = {
     "ClippedOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; rank 0 clipped them, rank 1 did not",
-    "ClippedByOwnNorm": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; those of rank 1 are 1.2 times those of rank 0",
+    "ClippedByOwnNorm": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; those of rank 1 are 1.2 times as large, so they were changed after they were reduced",
     "StepsTwice": "step 1: the optimizer steps 2 times with one gradient",
     "ClippedTooLate": "step 1: rank 0 clipped after the optimizer's step, so it has no effect",
     "RateByRank": "step 1: the optimizer's lr differs between ranks: 0.001, 0.002",
