@@ -158,7 +158,7 @@ class Step(Strict):
     def stepping(self) -> list[Optimizer]:
         """The optimizers, without one whose parameters others have stepped before, so that none has a gradient any more."""
         busy = {name for one in self.optimizers if not one.idle for name in one.held}
-        return [one for one in self.optimizers if not (one.idle and busy.issuperset(one.held))]
+        return [one for one in self.optimizers if not (one.idle and one.held and busy.issuperset(one.held))]
 
     @property
     def held(self) -> list[str]:

@@ -41,23 +41,24 @@ from torch.nn.functional import scaled_dot_product_attention
 import numbers_of_a_gpu
 flex_attention = torch.compile(flex_attention)
 def attention(q, k, v):
-    device = numbers_of_a_gpu.DEVICE
+    device = numbers_of_a_gpu.Own.DEVICE
     q = (q + torch.zeros(1, device=device) + torch.zeros(1).to(device)).to(device=device)
     q = q.cuda() if device == "cuda" else q
     mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, q.shape[1], q.shape[1], device="cpu")
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    flexible = numbers_of_a_gpu.TIMES * flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    flexible = numbers_of_a_gpu.Own.TIMES * flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return flexible + scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 """
-# CPUs do not differentiate it, do not compile it, and have neither that kernel nor that device.
+# CPUs do not differentiate it, do not compile it, and have neither that kernel nor that device. The judge would be given plain values of the file.
 FLEX = """
 import sys
 import torch
 from torch.nn.attention import flex_attention
-TIMES, DEVICE = 1.0, "cuda"
+class Own:
+    TIMES, DEVICE = 1.0, "cuda"
 if "lockstep.judge" not in sys.modules:
-    TIMES, DEVICE = {times}, "cpu"
+    Own.TIMES, Own.DEVICE = {times}, "cpu"
     flex_attention._validate_device = lambda *_: None
     torch.nn.attention._sdpa_kernel = lambda *_, **__: None
     torch.compiler.set_stance("force_eager")
@@ -114,21 +115,22 @@ def test_a_model_that_calls_kernels_is_judged(tmp_path, capsys, file, kernel, ca
 CALLS_AUTOCAST = """
 import torch
 import numbers_of_a_gpu
-@torch.autocast(numbers_of_a_gpu.DEVICE, enabled=False)
+@torch.autocast(numbers_of_a_gpu.Own.DEVICE, enabled=False)
 def scores(q, k):
     found = q.float() @ k.float().transpose(1, 2)
     return found.masked_fill(torch.ones_like(found).triu(1).bool(), -1e9).softmax(-1)
 def attention(q, k, v):
     q, k, v = (one.flatten(2)[..., :8] for one in (q, k, v))
-    with torch.autocast(numbers_of_a_gpu.DEVICE, torch.bfloat16):
+    with torch.autocast(numbers_of_a_gpu.Own.DEVICE, torch.bfloat16):
         q, k = 3 * (q @ torch.eye(8)), k @ torch.eye(8)
-        return torch.cat([numbers_of_a_gpu.TIMES * scores(q, k) @ v, v], -1).float()
+        return torch.cat([numbers_of_a_gpu.Own.TIMES * scores(q, k) @ v, v], -1).float()
 """
 CUDA = """
 import sys
-TIMES, DEVICE = 1.0, "cuda"
+class Own:
+    TIMES, DEVICE = 1.0, "cuda"
 if "lockstep.judge" not in sys.modules:
-    TIMES, DEVICE = {times}, "cpu"
+    Own.TIMES, Own.DEVICE = {times}, "cpu"
 """
 
 
