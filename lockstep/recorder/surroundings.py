@@ -27,19 +27,17 @@ INSTALLED = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib",
 # What a launcher says is so of the judge, which is one process.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 MOST = 1000  # elements of a value: more is data
-NAMES_OF_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def describe(model: torch.nn.Module) -> TREE:
     """Of the files that the classes of a model are of, and of those that these use."""
     packages, classes = Describing(model).packages, _classes(model)
     files = _files(classes)
-    named = {name: os.environ[name] for name in _names_in(files.values()) & os.environ.keys()}
-    shown = origin.without_secret_values(
-        named | {name: ONE_PROCESS[name] for name in ONE_PROCESS.keys() & named}
-    )
+    read = {name: os.environ[name] for name in _names_in(files.values()) & os.environ.keys()}
+    read |= {name: ONE_PROCESS[name] for name in ONE_PROCESS.keys() & read}
     return {
-        "environment": {name: value for name, value in shown.items() if value != origin.HIDDEN},
+        "environment": {name: value for name, value in _shown(read).items() if _is_of_no_machine(value)},
         "globals": {name: _plain(one, packages) for name, one in files.items() if name != "__main__"},
         "classes": {name_of(kind): _plain(vars(kind), packages) for kind in classes},
     }
@@ -55,13 +53,15 @@ def give_back(
     packages, classes = Describing(model).packages, _classes(model)
     files = _files(classes)
     known = _names_in(files.values())
-    os.environ.update({name: text for name, text in recorded["environment"].items() if name in known})
+    environment = recorded["environment"].items()
+    os.environ.update({name: text for name, text in environment if name in known and _is_of_no_machine(text)})
     own = [(sys.modules[name], values) for name, values in recorded["globals"].items() if name in files]
     found = [(find(name), values) for name, values in recorded["classes"].items()]
     for place, values in (*own, *((kind, values) for kind, values in found if kind in classes)):
         here = _plain(vars(place), packages)
         for name, about in values.items():
-            if here.get(name, NAMES_OF_CODE) != about:
+            is_code = name.startswith("__") or issubclass(type(vars(place).get(name)), CODE)
+            if not is_code and (name not in here or here[name] != about):
                 setattr(place, name, value(about))
 
 
@@ -101,10 +101,11 @@ def _files(classes: Iterable[type]) -> dict[str, TREE]:
         if not _is_own(names) or names["__name__"] in found:
             continue
         found[names["__name__"]] = names
-        for value in names.values():
-            if isinstance(value, types.ModuleType):
+        for value in list(names.values()):
+            kind = type(value)  # isinstance may ask the value itself
+            if issubclass(kind, types.ModuleType):
                 new.append(vars(value))
-            elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
+            elif issubclass(kind, (type, types.FunctionType)) and isinstance(value.__module__, str):
                 new.append(_names_beside(value))
     return found
 
@@ -115,18 +116,33 @@ def _names_in(files: Iterable[TREE]) -> set[str]:
     return {name for text in texts for name in re.findall(r"""["']([A-Za-z_]\w*)["']""", text)}
 
 
+def _is_of_no_machine(text: str) -> bool:
+    """Whether it may be the same on another machine: no path and no address."""
+    return "/" not in text
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without texts under names such as "api_key"."""
+    return {
+        name: one
+        for name, one in origin.without_secret_values(dict(values)).items()
+        if one is not origin.HIDDEN
+    }
+
+
 def _plain(names: Mapping[str, Any], packages: set[str]) -> TREE:
     """Their plain values, as JSON."""
     found: TREE = {}
-    for name, value in origin.without_secret_values(dict(names)).items():
-        if value == origin.HIDDEN or name.startswith("__") or isinstance(value, NAMES_OF_CODE):
-            continue
+    for name, value in list(names.items()):
         describing = _Plain(torch.nn.Module())
         describing.packages |= packages
-        with contextlib.suppress(Unnamed):
-            found[name] = describing.value(value, name)
-            if describing.left_out:
-                del found[name]
+        # What is in a user's file may raise anything when it is looked at.
+        with contextlib.suppress(Exception):
+            if name.startswith("__") or isinstance(value, CODE) or not _shown({name: value}):
+                continue
+            about = describing.value(value, name)
+            if not describing.left_out:
+                found[name] = about
     return found
 
 
@@ -143,7 +159,6 @@ class _Plain(Describing):
             isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
         ):
             raise Unnamed(f"a {type(value).__qualname__}")
-        named = origin.without_secret_values(vars(value))
-        if origin.HIDDEN in named.values():
+        if _shown(vars(value)).keys() != vars(value).keys():
             raise Unnamed("a secret")
         return super()._object(value, where)

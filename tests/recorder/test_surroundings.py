@@ -13,6 +13,15 @@ from lockstep import judge
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
 import dataclasses
+import numpy, torch
+class Odd:
+    # Such as what is made when it is used first
+    @property
+    def __class__(self):
+        raise RuntimeError("not yet")
+    def __eq__(self, other):
+        raise RuntimeError("not yet")
+table, numbers, odd = torch.arange(3), numpy.arange(3), Odd()
 scale, names, secret_key = 1.0, ["a"], ""
 @dataclasses.dataclass
 class Options:
@@ -108,16 +117,18 @@ def test_secrets_and_large_values_are_not_recorded(tmp_path):
 def test_a_recording_sets_no_variable_that_the_code_does_not_name(tmp_path, capsys):
     run = recorded(tmp_path, "other")
     content = json.loads((run / "model.json").read_text())
-    content["tree"]["surroundings"]["environment"] = {"LD_PRELOAD": "other.so", "LS_USED": "no"}
+    content["tree"]["surroundings"]["environment"] = {"LD_PRELOAD": "other.so", "LS_USED": "/no"}
     content["tree"]["surroundings"]["globals"]["os"] = {"sep": "|"}
+    of_net = content["tree"]["surroundings"]["globals"]["net_other"]
+    of_net |= {"Net": 3, "torch": None, "__file__": "other"}
     content["tree"]["surroundings"]["classes"]["torch.nn:Linear"] = {"in_features": 1}
     (run / "model.json").write_text(json.dumps(content))
     check = (
         "import os, sys, torch; from lockstep import judge; from lockstep.recorder import surroundings as s; import contextlib;"
         "s.restored = contextlib.nullcontext; status = judge.main(sys.argv[1:]);"
-        "print(status, 'LD_PRELOAD' in os.environ, os.environ['LS_USED'], os.sep, hasattr(torch.nn.Linear, 'in_features'))"
+        "print(status, 'LD_PRELOAD' in os.environ, os.environ.get('LS_USED'), os.sep, hasattr(torch.nn.Linear, 'in_features'))"
     )
     out = subprocess.run(
         [sys.executable, "-c", check, run], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert out.stdout.splitlines()[-1] == "0 False no / False"
+    assert out.stdout.splitlines()[-1] == "0 False None / False"
