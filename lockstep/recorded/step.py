@@ -93,8 +93,11 @@ class _Step:
             not any(one.zeroed for rank in ranks.values() for one in rank.micro_batches)
             for ranks in recording.steps
         )
-        self.thrown_away = [one for one in called if one.about.zeroed and once]
-        called = [one for one in called if one not in self.thrown_away]
+        trained = all(
+            any(one.used and not one.zeroed for one in rank.micro_batches) for rank in self.ranks.values()
+        )
+        self.thrown_away = [one for one in called if one.about.zeroed] if once and trained else []
+        called = [one for one in called if not (self.thrown_away and one.about.zeroed)]
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
         pieces = max(1 if one.piece is None else len(one.piece.all) for one in used)

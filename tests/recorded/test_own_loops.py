@@ -162,6 +162,21 @@ def test_a_pass_that_is_thrown_away_between_steps(tmp_path, capsys):
     assert found == 0 and "count for nothing" in out.partition("step 2")[2]
 
 
+def test_gradients_that_are_set_to_zero_before_some_steps(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for number, step in enumerate(drawn()):
+            model(*step[0]).backward()
+            if number == 1:
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "FAIL: step 2: " in out and "to None before the optimizer's step" in out
+
+
 def test_a_pass_in_evaluation_mode_that_goes_backward(tmp_path, capsys):
     torch.manual_seed(0)
     model = LM()
