@@ -177,7 +177,9 @@ class Ranks:
             one, other = (
                 self.recording.part(of, self.verdict.step, f"gradient/{name}") for of in (first, rank)
             )
-            if one is None or other is None or one.shape != other.shape or not one.any():
+            if one is None or other is None or one.shape != other.shape:
+                return None
+            if not (one.any() and other.any()):
                 return None
             one = one.double() / self.ranks[first].clipped(name)
             other = other.double() / self.ranks[rank].clipped(name)

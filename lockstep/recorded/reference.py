@@ -211,7 +211,7 @@ class Reference(Model):
         of_calls = mean_of_calls(called, loss, calls, number)
         if of_head.targets is not None:
             computed.mean, self.head = of_head, module_of(names[-1])
-        elif of_calls.tokens:
+        elif of_calls.divisor:
             computed.mean, self.head = of_calls, CROSS_ENTROPY
 
     def _returned(self, called: Called, output: Any) -> dict[str, torch.Tensor]:

@@ -54,13 +54,18 @@ def _judge_staleness(
     verdict: StepVerdict, model: torch.nn.Module, micro: list[Called], computed: list[Computed]
 ) -> None:
     """Whether one micro batch has the labels of another."""
-    known: dict[int, Called] = {}
+    known: dict[int, Called] = {}  # by labels: whose tokens they follow
     for called, found in zip(micro, computed, strict=True):
         labels, ids = called.tensors.get(found.mean.labels), _ids(model, called, found)
-        if called.piece is not None or labels is None or ids is None or len(labels.unique()) < MANY:
+        targets = found.mean.targets
+        if called.piece is not None or labels is None or ids is None or targets is None:
             continue
-        other = known.setdefault(digest(labels), called)
-        if not torch.equal(other.tensors[ids], called.tensors[ids]):
+        if len(labels.unique()) < MANY:
+            continue
+        if _is_ahead(called.tensors[ids], targets.view_as(called.tensors[ids]), 1):
+            known[digest(labels)] = called
+        elif digest(labels) in known:
+            other = known[digest(labels)]
             both = f"{other.number} of rank {other.ranks[0]} and {called.number} of rank {called.ranks[0]}"
             verdict.wrong.append(
                 f"micro batches {both} have the same {found.mean.labels} and not the same {ids}: those of one are the other's"

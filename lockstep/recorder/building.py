@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
 from lockstep.recorder import functions, surroundings
-from lockstep.recorder.script import Definitions, Script, names_of
+from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
 
@@ -32,6 +32,23 @@ HARMLESS = {
     *(one for one in vars(builtins).values() if isinstance(one, type)),
     *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
 }
+
+
+# Of torch and Python, whose functions a recording may name: no others, as some run texts or load files
+FUNCTIONS = {
+    "math",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch.nn.init",
+    "torch.utils.checkpoint",
+    *("torch", *(f"torch._C._{of}" for of in ("nn", "linalg", "special", "fft", "sparse"))),
+}
+
+
+def _module_of(function: Any) -> str:
+    """ "torch" stands for what is built in there, such as torch.tanh."""
+    module = getattr(function, "__module__", None) or ""
+    return "" if module == "torch" and not isinstance(function, types.BuiltinFunctionType) else module
 
 
 def _enlist(module: torch.nn.Module) -> None:
@@ -110,9 +127,11 @@ class Building:
         if name.partition(":")[0].endswith(".py"):
             return found
         # A package's module has others among its names, such as os; and Python's own functions run texts.
-        of_it = package_of(getattr(found, "__module__", None) or name) in self.packages
+        package = package_of(getattr(found, "__module__", None) or name)
         is_own = any(found is one for one in vars(builtins).values())
-        if not of_it or (is_own and found not in HARMLESS):
+        is_function = package in PACKAGES and not isinstance(found, type) and callable(found)
+        known = not is_function or found in HARMLESS or _module_of(found) in FUNCTIONS
+        if package not in self.packages or not known or (is_own and found not in HARMLESS):
             raise ValueError(f"{name} is no class or function that a recording may name")
         return found
 
@@ -130,7 +149,12 @@ class Building:
             case "dict":
                 return {self.value(key): self.value(one) for key, one in inside}
             case "defaultdict":
-                return collections.defaultdict(*map(self.value, inside))
+                factory, content = map(self.value, inside)
+                if factory is not None and factory not in HARMLESS:
+                    raise ValueError(
+                        "a defaultdict makes its values by another class than one of Python's own"
+                    )
+                return collections.defaultdict(factory, content)
             case "id":
                 return id(self.parameters.get(inside))
             case "dtype":
@@ -148,7 +172,10 @@ class Building:
             case "namedtuple":
                 return _tuple(self.named(inside), map(self.value, value["values"]))
             case "annotation":
-                return operator.getitem(*map(self.value, inside))
+                made_of, given = map(self.value, inside)
+                if not (isinstance(made_of, type) or getattr(made_of, "__module__", "") == "typing"):
+                    raise ValueError(f"{made_of} is no annotation")
+                return operator.getitem(made_of, given)
             case "partial":
                 function, arguments, options = map(self.value, inside)
                 return functools.partial(function, *arguments, **options)
@@ -171,16 +198,8 @@ class Building:
         if not name.endswith(".py"):
             names = vars(importlib.import_module(name))
             return functions.made(about, Path(names["__file__"]).read_bytes(), names, self.value)
-        source, definitions = Path(name).read_bytes(), self.definitions(name)
-        found = functions.made(about, source, vars(definitions.module), self.value)
-        definitions.define({*names_of(found.__code__)}, self.value)
-        return found
-
-    def alone(self, value: Any) -> Any:
-        """A value that shares no object with the model."""
-        other = Building({}, self.scripts)
-        other.packages |= self.packages
-        return other.value(value)
+        names = functions.Names(name, self.definitions(name), self.value)
+        return functions.made(about, Path(name).read_bytes(), names, self.value)
 
     def object(self, about: TREE) -> object:
         kind = self.named(about["object"])
@@ -215,7 +234,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         model = building.module(tree, "")
         building.fill(tree, "")
         if "surroundings" in tree:
-            surroundings.give_back(tree["surroundings"], model, building.named, building.alone)
+            surroundings.give_back(tree["surroundings"], model, Building({}, {}).value)
     except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:
         raise UserError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.recorder.patches import Undo, replace
@@ -29,21 +30,32 @@ def see_divisions() -> Undo:
     return replace(torch.nn.Module, "__setattr__", set_attribute)
 
 
-def wholes(module: torch.nn.Module) -> dict[str, int]:
-    """What attributes were before they were divided by the size of a mesh's dim that weights of the module are sharded over."""
+def sizes_of(model: torch.nn.Module) -> dict[int, set[int]]:
+    """By the id of a parameter: the sizes of the mesh's dims that it is sharded over, but for FSDP2's."""
+    of_fsdp = {  # how many dims of a parameter's mesh are FSDP2's, which come first
+        id(one.sharded_param): group.mesh_info.mesh.ndim
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in [module._get_fsdp_state()._fsdp_param_group]
+        if group
+        for one in group.fsdp_params
+    }
+    found: dict[int, set[int]] = {}
+    for one in model.parameters():
+        if isinstance(one, DTensor):
+            dims = range(of_fsdp.get(id(one), 0), one.device_mesh.ndim)
+            found[id(one)] = {one.device_mesh.size(dim) for dim in dims if one.placements[dim].is_shard()}
+    return found
+
+
+def wholes(module: torch.nn.Module, sizes: dict[int, set[int]]) -> dict[str, int]:
+    """What attributes were before they were divided by a size that weights of the module are sharded over."""
     known = BEFORE.get(module)
     if not known:
         return {}
-    sizes = {
-        one.device_mesh.size(dim)
-        for one in module.parameters()
-        if isinstance(one, DTensor)
-        for dim, placement in enumerate(one.placements)
-        if placement.is_shard()
-    }
-    now = vars(module)
+    of_module = set[int]().union(*(sizes.get(id(one), ()) for one in module.parameters()))
     return {
         name: before
         for name, before in known.items()
-        if type(now.get(name)) is int and before / now[name] in sizes
+        if any(vars(module).get(name) == before / size for size in of_module)
     }

@@ -3,13 +3,31 @@
 One is found again by its place in its file, and is given what it encloses.
 """
 
+import builtins
+import dis
 import hashlib
+import json
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.recorder.script import Definitions
+
 TREE = dict[str, Any]
+MOST = 100_000  # characters of JSON
+
+
+class Names(dict[str, Any]):
+    """The names of a script, whose statements run when a function first reads what they define: one that is merely kept runs none."""
+
+    def __init__(self, path: str, definitions: Definitions, value: Callable[[Any], Any]):
+        super().__init__(__file__=path, __builtins__=builtins)
+        self.definitions, self.value = definitions, value
+
+    def __missing__(self, name: str) -> Any:
+        self.definitions.define({name}, self.value)
+        return vars(self.definitions.module)[name]
 
 
 def is_nameless(function: Any) -> bool:
@@ -17,11 +35,18 @@ def is_nameless(function: Any) -> bool:
 
 
 def described(function: types.FunctionType, value: Callable[[Any, str], Any], where: str) -> TREE:
-    """As JSON, with what `value` makes of the values that belong to it. Raises ValueError for one that encloses a name without a value."""
+    """As JSON, with what `value` makes of the values that belong to it.
+
+    Raises ValueError for one that encloses a name without a value, a name that it gives other values, or much data.
+    """
     code = function.__code__
+    if {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"} & {
+        *code.co_freevars
+    }:
+        raise ValueError("a function that changes what it encloses")
     cells = function.__closure__ or ()
     enclosed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    return {
+    about = {
         "line": code.co_firstlineno,
         "path": function.__qualname__,
         "digest": _digest(code),
@@ -29,6 +54,9 @@ def described(function: types.FunctionType, value: Callable[[Any, str], Any], wh
         "defaults": value(function.__defaults__, where),
         "named_defaults": value(function.__kwdefaults__, where),
     }
+    if len(json.dumps(about)) > MOST:
+        raise ValueError("a function that encloses much data")
+    return about
 
 
 def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -> types.FunctionType:
@@ -40,9 +68,11 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
     ]
     if len(there) > 1:  # in one line
         there = [one for one in there if _digest(one) == about["digest"]]
-    if not there:
+    if len({_digest(one) for one in there}) > 1 or not there:
         file = Path(names["__file__"]).name
-        raise ValueError(f"{file} has no function {about['path']} in line {about['line']} any more")
+        raise ValueError(
+            f"{file} has no function {about['path']} in line {about['line']} any more, or several"
+        )
     code = there[0]
     cells = tuple(types.CellType(value(about["enclosed"][name])) for name in code.co_freevars)
     function = types.FunctionType(code, names, code.co_name, value(about["defaults"]), cells)
@@ -52,7 +82,14 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
 
 def _digest(code: types.CodeType) -> str:
     """Of what it computes; another version of Python compiles it otherwise."""
-    constants = [one for one in code.co_consts if not isinstance(one, types.CodeType)]
+    constants = [
+        _digest(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if isinstance(one, frozenset)
+        else one
+        for one in code.co_consts
+    ]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
 
 

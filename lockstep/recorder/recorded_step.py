@@ -185,6 +185,7 @@ class RunStep(Strict):
     shuffled: bool
     replicas: list[Count]
     orders: list[Order] = []
+    sources: list[int] = []  # of each micro batch, the sampler that it is of; -1: another
     with_replacement: bool = False  # by a RandomSampler
     evaluated: Whole  # calls in evaluation mode that were trained on
 

@@ -47,6 +47,9 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # by torchrun and its like; others may set the first
+
+
 class Recorded:
     """Of one rank. `model` is the model itself or one that is wrapped already."""
 
@@ -89,7 +92,7 @@ class Recorded:
         if dist.is_initialized() or not self.ranks:
             self.ranks = {
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-                "launched": int(os.environ.get("WORLD_SIZE") or 1),
+                "launched": int(os.environ["WORLD_SIZE"]) if os.environ.keys() >= LAUNCHED else 1,
                 "rank": self.rank,
                 "data_parallel": parallelism.data_parallel(self.model),
                 "groups": parallelism.groups(),
@@ -149,6 +152,7 @@ class Recorded:
         self.before_zeroing: dict[
             int, list[int]
         ] = {}  # by the first parameter: micro batches at which a gradient had arrived
+        self.zeroed: dict[int, list[int]] = {}  # likewise: those that a backward pass had gone through
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     def _write(self) -> None:
@@ -158,7 +162,7 @@ class Recorded:
             seen = any(place.startswith(f"forward/{number}/") for place in self.kept.places)
             about["used"] &= about["reached"] or about["asked"] or not seen
             about["zeroed"] = bool(self.first_parameters) and all(
-                number in self.before_zeroing.get(one, ()) for one in self.first_parameters
+                number in self.zeroed.get(one, ()) for one in self.first_parameters
             )
         if self.rank == 0 and self.step == 1:
             made = {

@@ -2,12 +2,11 @@
 
 A script may set `os.environ["FLASH_ATTN"]`, a global of another file (`settings.scale = 2`) or an attribute of a class before it trains.
 The judge imports the files anew, so these values are recorded, and it sets them, too. Nothing is recorded of packages that are installed,
-nor of what is no plain value.
+nor of what is no plain value: numbers, texts, dtypes, and lists, tuples and dicts of them.
 """
 
-import argparse
+import ast
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -20,62 +19,79 @@ from unittest import mock
 
 import torch
 
-from lockstep.ground import origin
-from lockstep.recorder.tree import TREE, Describing, Unnamed, globals_of, name_of, named, package_of
+from lockstep.ground import origin, user_file
+from lockstep.recorder.tree import (
+    PACKAGES,
+    TREE,
+    Describing,
+    Unnamed,
+    globals_of,
+    name_of,
+    named,
+    package_of,
+)
 
-INSTALLED = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+STANDARD = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
+INSTALLED = {"site-packages", "dist-packages"}  # folders
+NOT_OWN = {*PACKAGES, "lockstep", "transformers"}  # wherever they are
 # What a launcher says is so of the judge, which is one process.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-MOST = 1000  # elements of a value: more is data
+OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")
+MOST = 1000  # elements or characters of a value: more is data
+PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict, torch.dtype)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def describe(model: torch.nn.Module) -> TREE:
     """Of the files that the classes of a model are of, and of those that these use."""
-    packages, classes = Describing(model).packages, _classes(model)
-    files = _files(classes)
+    classes = _classes(model)
+    files = _files(classes.values())
     read = {name: os.environ[name] for name in _names_in(files.values()) & os.environ.keys()}
     read |= {name: ONE_PROCESS[name] for name in ONE_PROCESS.keys() & read}
     return {
-        "environment": {name: value for name, value in _shown(read).items() if _is_of_no_machine(value)},
-        "globals": {name: _plain(one, packages) for name, one in files.items() if name != "__main__"},
-        "classes": {name_of(kind): _plain(vars(kind), packages) for kind in classes},
+        "environment": {name: text for name, text in read.items() if _is_public(name, text)},
+        "globals": {name: _plain(one) for name, one in files.items() if name != "__main__"},
+        "classes": {name: _plain(vars(kind)) for name, kind in classes.items()},
     }
 
 
-def give_back(
-    recorded: TREE, model: torch.nn.Module, find: Callable[[str], Any], value: Callable[[Any], Any]
-) -> None:
-    """Set what the recorded program had otherwise. `model` is built again; `find` finds a class by its name, `value` makes a value of its JSON.
+def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any]) -> None:
+    """Set what the recorded program had otherwise. `model` is built again; `value` makes a value of its JSON.
 
-    Of a recording's names, those are set that the files of the model's code have here.
+    Of a recording's names, those are set that the files of the model's code have here, with plain values.
     """
-    packages, classes = Describing(model).packages, _classes(model)
-    files = _files(classes)
+    classes = _classes(model)
+    files = _files(classes.values())
     known = _names_in(files.values())
     environment = recorded["environment"].items()
-    os.environ.update({name: text for name, text in environment if name in known and _is_of_no_machine(text)})
-    own = [(sys.modules[name], values) for name, values in recorded["globals"].items() if name in files]
-    found = [(find(name), values) for name, values in recorded["classes"].items()]
-    for place, values in (*own, *((kind, values) for kind, values in found if kind in classes)):
-        here = _plain(vars(place), packages)
-        for name, about in values.items():
-            is_code = name.startswith("__") or issubclass(type(vars(place).get(name)), CODE)
-            if not is_code and (name not in here or here[name] != about):
-                setattr(place, name, value(about))
+    os.environ.update({name: text for name, text in environment if name in known and _is_public(name, text)})
+    for places, those in ((classes, recorded["classes"]), (files, recorded["globals"])):
+        for name in places.keys() & those.keys():
+            place = places[name] if isinstance(places[name], type) else sys.modules[name]
+            here = _plain(vars(place))
+            for key in here.keys() & those[name].keys():
+                if here[key] != those[name][key]:
+                    setattr(place, key, value(those[name][key]))
 
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """After it, environment variables are what they were before."""
+    """After it, environment variables are what they were before. Values of files and classes stay: others have files of their own."""
     with mock.patch.dict(os.environ):
         yield
 
 
-def _classes(model: torch.nn.Module) -> set[type]:
-    """Those of the user's own files that the model's modules are of."""
+def _classes(model: torch.nn.Module) -> dict[str, type]:
+    """Those of the user's own files that the model's modules are of, by names that the judge has, too."""
     kinds = {base for module in model.modules() for base in type(module).__mro__}
-    return {kind for kind in kinds if _is_own(_names_beside(kind)) and named(kind) is kind}
+    return {_name(kind): kind for kind in kinds if _is_own(_names_beside(kind)) and named(kind) is kind}
+
+
+def _name(kind: type) -> str:
+    names = _names_beside(kind)
+    path = Path(names["__file__"]).absolute()
+    is_script = kind.__module__ == user_file.module_name(path)  # as the judge has it
+    return f"{path}:{kind.__qualname__}" if is_script else name_of(kind)
 
 
 def _names_beside(value: Any) -> TREE:
@@ -88,8 +104,8 @@ def _names_beside(value: Any) -> TREE:
 def _is_own(names: TREE) -> bool:
     """Whether the names are those of a file that is no part of an installed package."""
     file = Path(names.get("__file__") or "")
-    installed = not INSTALLED.isdisjoint(file.parents) or package_of(names.get("__name__", "")) == "lockstep"
-    return not installed and file.is_file()
+    installed = not INSTALLED.isdisjoint(file.parts) or not STANDARD.isdisjoint(file.parents)
+    return not installed and package_of(names.get("__name__") or "") not in NOT_OWN and file.is_file()
 
 
 def _files(classes: Iterable[type]) -> dict[str, TREE]:
@@ -110,55 +126,59 @@ def _files(classes: Iterable[type]) -> dict[str, TREE]:
     return found
 
 
+def _text_of(names: Mapping[str, Any]) -> str:
+    return Path(names["__file__"]).read_text(errors="replace")
+
+
 def _names_in(files: Iterable[TREE]) -> set[str]:
     """What may be names of environment variables in them."""
-    texts = (Path(names["__file__"]).read_text(errors="replace") for names in files)
+    texts = map(_text_of, files)
     return {name for text in texts for name in re.findall(r"""["']([A-Za-z_]\w*)["']""", text)}
 
 
-def _is_of_no_machine(text: str) -> bool:
-    """Whether it may be the same on another machine: no path and no address."""
-    return "/" not in text
+def _is_public(name: str, value: Any) -> bool:
+    """No secret, as far as names and forms show it, and no path or address, which are of one machine."""
+    if origin.without_secret_values({name: ""})[name] == origin.HIDDEN:
+        return False
+    return not isinstance(value, str) or not ("/" in value or origin.TOKEN.search(value))
 
 
-def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without texts under names such as "api_key"."""
-    return {
-        name: one
-        for name, one in origin.without_secret_values(dict(values)).items()
-        if one is not origin.HIDDEN
-    }
-
-
-def _plain(names: Mapping[str, Any], packages: set[str]) -> TREE:
+def _plain(names: Mapping[str, Any]) -> TREE:
     """Their plain values, as JSON."""
     found: TREE = {}
     for name, value in list(names.items()):
-        describing = _Plain(torch.nn.Module())
-        describing.packages |= packages
         # What is in a user's file may raise anything when it is looked at.
         with contextlib.suppress(Exception):
-            if name.startswith("__") or isinstance(value, CODE) or not _shown({name: value}):
-                continue
-            about = describing.value(value, name)
-            if not describing.left_out:
-                found[name] = about
+            if not (name.startswith("__") or OF_PROCESSES.search(name.lower()) or isinstance(value, CODE)):
+                found[name] = _Plain(name).value(value, name)
+    if "__file__" in names:
+        for together in _filled_together(names):
+            if not together <= found.keys():
+                found = {name: one for name, one in found.items() if name not in together}
     return found
 
 
-class _Plain(Describing):
-    def value(self, value: Any, where: str) -> Any:
-        of_torch = isinstance(value, (torch.Tensor, torch.nn.Module))
-        if of_torch or (isinstance(value, (list, tuple, set, dict)) and len(value) > MOST):
-            raise Unnamed("no plain value")
-        return super().value(value, where)
+def _filled_together(names: Mapping[str, Any]) -> Iterator[set[str]]:
+    """The globals that a function sets together, as a table and its length when they are first needed: one is of no use without the other."""
+    with contextlib.suppress(SyntaxError):
+        for one in ast.walk(ast.parse(_text_of(names))):
+            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inside = [each.names for each in ast.walk(one) if isinstance(each, ast.Global)]
+                yield {name for each in inside for name in each} & names.keys()
 
-    def _object(self, value: object, where: str) -> TREE:
-        """Of settings alone."""
-        if not (
-            isinstance(value, (argparse.Namespace, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
-        ):
-            raise Unnamed(f"a {type(value).__qualname__}")
-        if _shown(vars(value)).keys() != vars(value).keys():
-            raise Unnamed("a secret")
-        return super()._object(value, where)
+
+class _Plain(Describing):
+    def __init__(self, name: str):
+        super().__init__(torch.nn.Module())
+        self.name = name
+        self.left = MOST
+
+    def value(self, value: Any, where: str) -> Any:
+        if type(value) not in PLAIN or not _is_public(self.name, value):
+            raise Unnamed("no plain value")
+        self.left -= len(value) if isinstance(value, (str, list, tuple, set, dict)) else 1
+        if type(value) is dict and not all(isinstance(key, str) and _is_public(key, "") for key in value):
+            raise Unnamed("a secret, or no plain dict")
+        if self.left < 0:
+            raise Unnamed("data")
+        return super().value(value, where)

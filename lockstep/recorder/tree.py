@@ -83,6 +83,7 @@ class Describing:
             for name, tensor in names():
                 self.tensors.setdefault(id(tensor), clean(name))
         self.objects: dict[int, int] = {}
+        self.sizes = divided.sizes_of(model)
         self.inside: set[int] = set()  # functions that are described now
         self.read_of_script: set[str] = set()  # names, by functions without one
         self.kept: list[object] = []  # so that no id is given twice
@@ -108,7 +109,7 @@ class Describing:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
             kind, values = quantized.before(module)
-        attributes = self.values(values | divided.wholes(module), name)
+        attributes = self.values(values | divided.wholes(module, self.sizes), name)
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
             f"{one.__name__} of {name or 'the model'}"
@@ -224,7 +225,7 @@ class Describing:
             if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
                 raise Unnamed(f"the method {value.__name__}, which its class does not have")
             return {"method": [self._module(value.__self__), value.__name__]}
-        if functions.is_nameless(value) and package_of(value.__module__) in self.packages:
+        if functions.is_nameless(value) and package_of(value.__module__ or "") in self.packages:
             return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             self._require_named(value)
@@ -391,7 +392,7 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Ten
     """
     describing, found = _State(model), {}
     for name, module in model.named_modules():
-        for key, value in {**vars(module), **divided.wholes(module)}.items():
+        for key, value in {**vars(module), **divided.wholes(module, describing.sizes)}.items():
             place, describing.attributes = f"{clean(name)}:{key}", {}
             if key not in (*OWN, "gradient_checkpointing"):
                 with contextlib.suppress(Unnamed):

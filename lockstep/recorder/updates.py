@@ -83,6 +83,9 @@ class Updates(Recorded):
         self.before_zeroing[_first(optimizer)] = [
             number for number, about in enumerate(self.micro) if about["used"]
         ]
+        self.zeroed[_first(optimizer)] = [
+            number for number, about in enumerate(self.micro) if about["reached"]
+        ]
         self.given_up_on |= bool(self.clips) and not self._is_of_another_model(optimizer)
 
     def _see_reduction(self, number: int) -> None:

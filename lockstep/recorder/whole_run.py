@@ -2,7 +2,7 @@
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
                                "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
-                               "orders": the epochs that it is told, "with_replacement": whether a RandomSampler draws so,
+                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
@@ -37,18 +38,21 @@ class Loaders:
 
     def __init__(self) -> None:
         self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
+        self.source: Any = None  # the sampler that the last batch is of
         self.begin()
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
             see_calls(DistributedSampler, "__iter__", self._see_order),
-            see_calls(RandomSampler, "__iter__", self._see_drawing),
+            see_calls(_BaseDataLoaderIter, "__next__", self._see_batch),
         ]
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
         self.with_replacement = False
         self.orders: list[dict[str, int]] = []
-        self.calls = 0  # of the model, in this step
+        self.sources: list[
+            int
+        ] = []  # of each call of the model in this step: a sampler's number, -1 for another
 
     def _see_data(self, loader: Any) -> None:
         with contextlib.suppress(TypeError):  # an iterable data set has no length
@@ -59,11 +63,17 @@ class Loaders:
             self.shuffled = True
             number = self.samplers.setdefault(sampler, len(self.samplers))
             about = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
-            self.orders.append({**about, "calls": self.calls})
+            self.orders.append({**about, "calls": len(self.sources)})
         self.replicas.add(sampler.num_replicas)
 
-    def _see_drawing(self, sampler: RandomSampler) -> None:
-        self.with_replacement |= sampler.replacement
+    def _see_batch(self, iterator: Any) -> None:
+        self.source = getattr(iterator._index_sampler, "sampler", None)
+
+    def see_call(self) -> None:
+        """The model is called with what was fetched last."""
+        self.with_replacement |= isinstance(self.source, RandomSampler) and self.source.replacement
+        known = isinstance(self.source, DistributedSampler)
+        self.sources.append(self.samplers.get(self.source, -1) if known else -1)
 
     def close(self) -> None:
         for remove in self.removing:
@@ -122,7 +132,7 @@ class WholeRun:
             self._end_step()
             self.rates = self.coming if self.updating else []
         self.called, self.elsewhere = True, []
-        self.loaders.calls += 1
+        self.loaders.see_call()
         tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
         if tensors:
             mask = given.get("attention_mask")
@@ -152,6 +162,7 @@ class WholeRun:
                 "shuffled": self.loaders.shuffled,
                 "replicas": sorted(self.loaders.replicas),
                 "orders": self.loaders.orders,
+                "sources": self.loaders.sources,
                 "with_replacement": self.loaders.with_replacement,
                 "evaluated": self.evaluated,
             }

@@ -29,6 +29,7 @@ from lockstep.verdict.draws import drawn_in, is_drawing
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 Place = tuple[CodeType, int, int]  # in code, and the number of the time
+# Modules that are not the model's code: of the mode itself, and packages whose own code must know the real dtype
 OF_MODES = (__name__, CountsTopk.__module__)
 OF_US = ("torch", __name__.partition(".")[0])
 GROUPS = " (groups)"  # after the name of a choice of experts
@@ -53,7 +54,8 @@ class Entropy(NamedTuple):
         """Of its arguments."""
         given = inspect.signature(F.cross_entropy).bind(logits, targets, *others, **named)
         given.apply_defaults()
-        rows = logits.detach().movedim(min(1, logits.ndim - 1), -1).flatten(0, -2)
+        batch = logits.detach() if logits.ndim > 1 else logits.detach()[None]
+        rows = batch.movedim(1, -1).flatten(0, -2)
         if targets.is_floating_point():
             return cls(rows, targets.new_empty(0, dtype=torch.long))  # probabilities
         return cls(
@@ -128,9 +130,9 @@ class Told(CountsTopk):
     def _place(self) -> Place | None:
         """Where the code is that has called a function, and how often it was there before; None if it is torch's, or Lockstep's, which must know."""
         frame = sys._getframe(1)
-        while frame.f_globals["__name__"] in OF_MODES and frame.f_back is not None:
+        while frame.f_globals.get("__name__") in OF_MODES and frame.f_back is not None:
             frame = frame.f_back
-        if frame.f_globals["__name__"].partition(".")[0] in OF_US:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in OF_US:
             return None
         self.reads[frame.f_code, frame.f_lasti] += 1
         return frame.f_code, frame.f_lasti, self.reads[frame.f_code, frame.f_lasti]

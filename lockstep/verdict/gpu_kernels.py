@@ -7,6 +7,7 @@ values.
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from lockstep.ground.errors import UserError
 PACKAGES = ("flash_attn", "flash_attn_interface")  # version 2, and version 3
 LOADED = "flash_attention_3"  # the version that transformers does not look for before it imports it
 AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+OLDER = {"get_autocast_gpu_dtype": "get_autocast_dtype", "set_autocast_gpu_dtype": "set_autocast_dtype"}
 ANYWHERE = (-1, -1)  # a window that ends on neither side
 
 flash_attn_with_kvcache = None  # which transformers imports, for generation
@@ -48,6 +50,10 @@ def in_place(device: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.autocast, "__init__", _made_for_cpu(init)))
             for name in AUTOCAST:
                 stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
+            for name, newer in OLDER.items():
+                stack.enter_context(
+                    mock.patch.object(torch, name, functools.partial(getattr(torch, newer), "cuda"))
+                )
             # A GPU's autocast is in float16 where no dtype is given
             stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
             torch.set_autocast_dtype("cpu", torch.float16)
@@ -71,8 +77,10 @@ def _made_for_cpu(init: Callable[..., None]) -> Callable[..., None]:
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of autocast's state, likewise. Without a device, torch takes it for a GPU's."""
 
-    def asked(device_type: str = "cuda", *arguments: Any) -> Any:
-        return function("cpu" if device_type == "cuda" else device_type, *arguments)
+    def asked(device_type: Any = "cuda", *arguments: Any, **named: Any) -> Any:
+        if not isinstance(device_type, str):  # set_autocast_enabled(True)
+            device_type, arguments = "cpu", (device_type, *arguments)
+        return function("cpu" if device_type == "cuda" else device_type, *arguments, *named.values())
 
     return asked
 

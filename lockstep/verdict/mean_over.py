@@ -142,10 +142,11 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
 
 def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: float) -> Mean:
     """The same for a loss that a model computes by these calls of cross_entropy, of logits that it need not return."""
-    mean, told = Mean(tokens=int(number)), 1.0 if number else divisor_of(called)
+    mean, told = Mean(), 1.0 if number else divisor_of(called)
     targets = torch.cat([one.targets for one in calls]) if calls else torch.empty(0)
     tokens = int((targets != -1).sum())
-    if any(len(one.targets) != len(one.logits) for one in calls) or not tokens:
+    alike = len({one.logits.shape[-1] for one in calls}) == 1  # else of several heads
+    if not alike or any(len(one.targets) != len(one.logits) for one in calls) or not tokens:
         return mean
     total = sum(
         float(torch.nn.functional.cross_entropy(*one, ignore_index=-1, reduction="sum")) for one in calls
@@ -163,12 +164,15 @@ def in_rows(called: Called, calls: list[Entropy]) -> tuple[torch.Tensor | None, 
     Several calls are of parts of the rows, or each of some positions of all rows. None where it is not known.
     """
     shape = _rows(called, sum(len(one.targets) for one in calls))
-    if shape is None:
+    if shape is None or len({one.logits.shape[-1] for one in calls}) > 1:
         return None, "", None
-    by_rows, by_positions = (
-        lambda parts: torch.cat(parts).unflatten(0, (shape[0], -1)),
-        lambda parts: torch.cat([one.unflatten(0, (shape[0], -1)) for one in parts], 1),
-    )
+
+    def by_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts).unflatten(0, (shape[0], -1))
+
+    def by_positions(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([one.unflatten(0, (shape[0], -1)) for one in parts], 1)
+
     of_parts = any(len(one.targets) % shape[0] for one in calls)
     for arranged in (by_rows,) if of_parts else (by_rows, by_positions):
         targets = _padded(arranged([one.targets for one in calls]), shape, -1)
