@@ -134,6 +134,7 @@ class Recorder(Updates):
         if being_recomputed():
             return
         if not (self.model.training and torch.is_grad_enabled()):
+            self.whole_run.loaders.source = None  # the batch is of an evaluation
             if self.optimizers and not self.updating:  # an evaluation: the step before it is over
                 self._write()
             return

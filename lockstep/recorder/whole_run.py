@@ -74,6 +74,7 @@ class Loaders:
         self.with_replacement |= isinstance(self.source, RandomSampler) and self.source.replacement
         known = isinstance(self.source, DistributedSampler)
         self.sources.append(self.samplers.get(self.source, -1) if known else -1)
+        self.source = None  # what it is called with next may be of no loader
 
     def close(self) -> None:
         for remove in self.removing:

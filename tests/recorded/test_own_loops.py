@@ -249,6 +249,49 @@ def test_samples_that_a_data_set_holds_twice_or_that_are_drawn_again(tmp_path, c
     assert verdict(tmp_path, capsys)[0] == 0
 
 
+def test_an_evaluation_that_draws_with_replacement_says_nothing_of_training(tmp_path, capsys):
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 8), torch.randint(0, 4, (64,))
+    other = TensorDataset(torch.randn(8, 8))
+    drawn_again = DataLoader(other, 4, sampler=RandomSampler(other, replacement=True, num_samples=4))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for first in [0] * 8 + list(range(8, 40, 8)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[first : first + 8]), y[first : first + 8]).backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                for (rows,) in drawn_again:
+                    model(rows)
+            model.train()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "56 samples were seen again before others" in out
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_evaluation_whose_sampler_shuffles_has_no_epochs(tmp_path, capsys, told):
+    torch.manual_seed(0)
+    data, other = TensorDataset(torch.randn(16, 8)), TensorDataset(torch.randn(4, 8))
+    sampler, of_other = DistributedSampler(data, 1, 0), DistributedSampler(other, 1, 0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for epoch in range(3):
+            if told:
+                sampler.set_epoch(epoch)
+            for (x,) in DataLoader(data, 4, sampler=sampler):
+                optimizer.zero_grad()
+                model(x + torch.randn_like(x)).square().mean().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for (x,) in DataLoader(other, 4, sampler=of_other):
+                        model.eval()(x)
+                model.train()
+    assert verdict(tmp_path, capsys)[0] == int(not told)
+
+
 BEFORE = """
 import torch
 class Net(torch.nn.Module):

@@ -881,6 +881,17 @@ def test_a_tree_names_nothing_of_other_packages():
     about["attributes"]["hook"] = {"named": "os:system"}
     with pytest.raises(UserError, match="os:system is of no package that the model's classes are of"):
         building.build(about, tensors)
+    for name in ("torch:load", "torch.fx.graph_module:_exec_with_source", "typing:get_type_hints"):
+        about["attributes"]["hook"] = {"named": name}
+        with pytest.raises(UserError, match="no class or function that a recording may name"):
+            building.build(about, tensors)
+    made = {"partial": [{"named": "torch:tanh"}, {"tuple": []}, {"dict": []}]}
+    about["attributes"]["hook"] = {"annotation": [{"defaultdict": [made, {"dict": []}]}, "key"]}
+    with pytest.raises(UserError, match="defaultdict makes its values by another class"):
+        building.build(about, tensors)
+    about["attributes"]["hook"] = {"annotation": [{"dict": []}, "key"]}
+    with pytest.raises(UserError, match="is no annotation"):
+        building.build(about, tensors)
     about["class"] = "os:system"
     with pytest.raises(UserError, match="is no torch.nn.Module"):
         building.build(about, tensors)
