@@ -9,6 +9,7 @@ Hashes are made on the model's device, and fetched for many steps at once.
 """
 
 import contextlib
+import functools
 import json
 import sys
 import weakref
@@ -28,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
 from lockstep.recorder.hashes import hashes
-from lockstep.recorder.patches import see_calls
+from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
 
@@ -43,7 +44,7 @@ class Loaders:
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
             see_calls(DistributedSampler, "__iter__", self._see_order),
-            see_calls(_BaseDataLoaderIter, "__next__", self._see_batch),
+            self._see_batches(),
         ]
 
     def begin(self) -> None:
@@ -66,8 +67,16 @@ class Loaders:
             self.orders.append({**about, "calls": len(self.sources)})
         self.replicas.add(sampler.num_replicas)
 
-    def _see_batch(self, iterator: Any) -> None:
-        self.source = getattr(iterator._index_sampler, "sampler", None)
+    def _see_batches(self) -> Undo:
+        real = _BaseDataLoaderIter.__next__
+
+        @functools.wraps(real)
+        def following(iterator: Any) -> Any:
+            batch = real(iterator)  # unless it was the last
+            self.source = getattr(iterator._index_sampler, "sampler", None)
+            return batch
+
+        return replace(_BaseDataLoaderIter, "__next__", following)
 
     def see_call(self) -> None:
         """The model is called with what was fetched last."""
