@@ -130,6 +130,7 @@ class Building:
         package = package_of(getattr(found, "__module__", None) or name)
         is_own = any(found is one for one in vars(builtins).values())
         is_function = package in PACKAGES and not isinstance(found, type) and callable(found)
+        is_function &= type(found).__module__ != "typing"  # such as Union
         known = not is_function or found in HARMLESS or _module_of(found) in FUNCTIONS
         if package not in self.packages or not known or (is_own and found not in HARMLESS):
             raise ValueError(f"{name} is no class or function that a recording may name")

@@ -335,8 +335,9 @@ def name_of(value: Any) -> str:
 
 
 def _path(value: Any) -> str:
-    """Classes of C++ may have been given another name than the qualified one."""
-    return str(value.__name__ if type(value).__name__ == "pybind11_type" else value.__qualname__)
+    """What is of C++ may have been given another name than the qualified one, such as torch.tanh."""
+    of_c = isinstance(value, types.BuiltinFunctionType) or type(value).__name__ == "pybind11_type"
+    return str(value.__name__ if of_c else value.__qualname__)
 
 
 def script_of(names: TREE) -> Path:

@@ -1,15 +1,21 @@
 """Models that keep functions without a name: the judge finds them again, with what they enclose."""
 
+import collections
+import functools
 import json
+import math
+import typing
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from lockstep import judge, record
 from lockstep.recorder import building, tree
 
 NET = """
 import torch
+import torch.utils.checkpoint
 SCALE = 3.0
 def scaled(factor):
     def times(x, power=2, *, shift=0.5):
@@ -106,3 +112,25 @@ def test_a_recording_names_no_function_of_other_packages():
     about["attributes"]["hook"] = {"function": "os", **values}
     with pytest.raises(building.UserError, match="os is of no package that the model's classes are of"):
         building.build(about, {})
+
+
+class Keeps(torch.nn.Module):
+    """What models keep of torch and Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = [torch.tanh, torch.nn.functional.gelu, torch.nn.functional.relu, torch.einsum]
+        self.part = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+        self.start, self.again = torch.nn.init.normal_, torch.utils.checkpoint.checkpoint
+        self.kinds = [torch.Tensor | None, list[int], typing.Any, torch.nn.Linear]
+        self.lists, self.root = collections.defaultdict(list), math.sqrt
+
+
+def test_functions_and_annotations_of_torch_and_python():
+    about, tensors = tree.describe(Keeps())
+    assert about["left_out"] == []
+    again, own = building.build(json.loads(json.dumps(about)), tensors), Keeps()
+    for name in ("functions", "kinds", "start", "again", "root", "lists"):
+        assert getattr(again, name) == getattr(own, name)
+    assert (again.part.func, again.part.keywords) == (own.part.func, own.part.keywords)
+    assert again.lists["new"] == []
