@@ -46,7 +46,7 @@ FUNCTIONS = {
 
 
 def _module_of(function: Any) -> str:
-    """ "torch" stands for what is built in there, such as torch.tanh."""
+    """The module that a function is of; "torch" only for what is built in there, such as torch.tanh."""
     module = getattr(function, "__module__", None) or ""
     return "" if module == "torch" and not isinstance(function, types.BuiltinFunctionType) else module
 
