@@ -31,9 +31,9 @@ def judge(
     cut: Sequence[tuple[int, ...]] = (),
     recorded: int = 0,
 ) -> RunVerdict:
-    """`recorded` are the first steps of the last of them that are judged one by one. `recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+    """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
 
-    `cut` are the ranks that have pieces of the same samples.
+    `cut` are the ranks that have pieces of the same samples; `recorded` is how many steps, from the first on, are judged one by one.
 
     Raises UserError if their ranks are not the same.
     """
@@ -135,10 +135,10 @@ def _judge_overlap(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
                 if sample in place_of:
                     at.setdefault((place, place_of[sample]), set()).add(sample)
             at = {places: found for places, found in at.items() if len(found) == number + 1}
-        again = next((places for places, found in at.items() if len(found) == verdict.steps), None)
-        if again is not None:
+        if at:
+            mine_at, other_at = next(iter(at))
             verdict.wrong.append(
-                f"in each step, sample {again[0]} of rank {one} is sample {again[1]} of rank {other}: what ranks read overlaps"
+                f"in each step, sample {mine_at} of rank {one} is sample {other_at} of rank {other}: what ranks read overlaps"
             )
             return
 
@@ -174,10 +174,8 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
 
 def _judge_epochs(verdict: RunVerdict, steps: list[RunStep]) -> None:
     """What a sampler is told, where samples are not known again, such as images that are augmented."""
-    seen = Counter[int]()  # by sampler: samples that the model was trained on
-    last: dict[
-        int, tuple[int, int]
-    ] = {}  # by sampler: the epoch that it was told, and how many had been seen
+    # By sampler: samples that the model was trained on; and the epoch that it was told last, and how many had been seen then
+    seen, last = Counter[int](), dict[int, tuple[int, int]]()
     for step in steps:
         numbers = [len({*_once(micro)}) for micro in step.samples]
         of_calls = list(zip(step.sources, numbers, strict=False))

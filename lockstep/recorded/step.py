@@ -88,15 +88,7 @@ class _Step:
         self.streamed = streamed  # memory has one unit of the model at a time
         self.redraws = redraws  # the yardstick is the farthest of several draws
         called = recording.micro_batches(step)
-        # In each step it would be a gradient that is set to zero too late
-        once = any(
-            not any(one.zeroed for rank in ranks.values() for one in rank.micro_batches)
-            for ranks in recording.steps
-        )
-        trained = all(
-            any(one.used and not one.zeroed for one in rank.micro_batches) for rank in self.ranks.values()
-        )
-        self.thrown_away = [one for one in called if one.about.zeroed] if once and trained else []
+        self.thrown_away = [one for one in called if one.about.zeroed] if self._throws_away() else []
         called = [one for one in called if not (self.thrown_away and one.about.zeroed)]
         self.unused = [one for one in called if not one.about.used]
         used = [one for one in called if one.about.used]
@@ -115,6 +107,16 @@ class _Step:
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
         self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
         self.alone_in_loss: list[str] = []  # parameters
+
+    def _throws_away(self) -> bool:
+        """Whether gradients that are set to zero before the step are of passes beside it. In each step, it would be done too late."""
+        steps = (
+            [one for rank in ranks.values() for one in rank.micro_batches] for ranks in self.recording.steps
+        )
+        seldom = any(not any(one.zeroed for one in micro) for micro in steps)
+        return seldom and all(
+            any(one.used and not one.zeroed for one in rank.micro_batches) for rank in self.ranks.values()
+        )
 
     def judge(self, expect: str | None) -> StepVerdict:
         verdict, ranks = self.verdict, self.of_ranks

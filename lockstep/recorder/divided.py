@@ -32,6 +32,8 @@ def see_divisions() -> Undo:
 
 def sizes_of(model: torch.nn.Module) -> dict[int, set[int]]:
     """By the id of a parameter: the sizes of the mesh's dims that it is sharded over, but for FSDP2's."""
+    if not BEFORE:  # as for most models, before each micro batch
+        return {}
     of_fsdp = {  # how many dims of a parameter's mesh are FSDP2's, which come first
         id(one.sharded_param): group.mesh_info.mesh.ndim
         for module in model.modules()

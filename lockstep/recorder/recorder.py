@@ -175,7 +175,8 @@ class Recorder(Updates):
         number = len(self.micro)
         if number == 0:
             self.when_complete()
-            self.surroundings = self.surroundings or surroundings.describe(self.model)
+            if self.rank == 0 and not self.surroundings:  # which writes them
+                self.surroundings = surroundings.describe(self.model)
             own = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
         state = tree.state_of(self.model).items()

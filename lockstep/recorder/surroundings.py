@@ -7,6 +7,7 @@ nor of what is no plain value: numbers, texts, dtypes, and lists, tuples and dic
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -126,14 +127,19 @@ def _files(classes: Iterable[type]) -> dict[str, TREE]:
     return found
 
 
-def _text_of(names: Mapping[str, Any]) -> str:
-    return Path(names["__file__"]).read_text(errors="replace")
+@functools.cache  # a model is built several times
+def _text_of(file: str) -> str:
+    return Path(file).read_text(errors="replace")
 
 
 def _names_in(files: Iterable[TREE]) -> set[str]:
     """What may be names of environment variables in them."""
-    texts = map(_text_of, files)
-    return {name for text in texts for name in re.findall(r"""["']([A-Za-z_]\w*)["']""", text)}
+    return set().union(*(_quoted(names["__file__"]) for names in files))
+
+
+@functools.cache
+def _quoted(file: str) -> set[str]:
+    return {*re.findall(r"""["']([A-Za-z_]\w*)["']""", _text_of(file))}
 
 
 def _is_public(name: str, value: Any) -> bool:
@@ -152,19 +158,23 @@ def _plain(names: Mapping[str, Any]) -> TREE:
             if not (name.startswith("__") or OF_PROCESSES.search(name.lower()) or isinstance(value, CODE)):
                 found[name] = _Plain(name).value(value, name)
     if "__file__" in names:
-        for together in _filled_together(names):
+        for one in _set_together(names["__file__"]):
+            together = one & names.keys()
             if not together <= found.keys():
                 found = {name: one for name, one in found.items() if name not in together}
     return found
 
 
-def _filled_together(names: Mapping[str, Any]) -> Iterator[set[str]]:
-    """The globals that a function sets together, as a table and its length when they are first needed: one is of no use without the other."""
-    with contextlib.suppress(SyntaxError):
-        for one in ast.walk(ast.parse(_text_of(names))):
-            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                inside = [each.names for each in ast.walk(one) if isinstance(each, ast.Global)]
-                yield {name for each in inside for name in each} & names.keys()
+@functools.cache
+def _set_together(file: str) -> list[set[str]]:
+    """The globals that each function sets, as a table and its length when they are first needed: one is of no use without the other."""
+    try:
+        whole = ast.parse(_text_of(file))
+    except SyntaxError:
+        return []
+    defined = (one for one in ast.walk(whole) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    inside = ([each.names for each in ast.walk(one) if isinstance(each, ast.Global)] for one in defined)
+    return [{name for each in those for name in each} for those in inside if those]
 
 
 class _Plain(Describing):

@@ -1,9 +1,11 @@
 """Loops as people write them, in one process: what is wrong in them is found, and what is right passes."""
 
+import contextlib
 import os
 
 import pytest
 import torch
+from scripts import TRAINS
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
@@ -52,6 +54,16 @@ class Sees(LM):
 def verdict(folder, capsys):
     status = judge.main([str(folder)])
     return status, capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def recorded(folder, make):
+    """(a model, its optimizer), for a loop that a test writes itself."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, folder):
+        yield model, optimizer
 
 
 def trained(folder, model, batches, *, before=lambda model: None):
@@ -133,10 +145,7 @@ def test_a_pass_that_is_thrown_away_before_the_first_step(tmp_path, capsys, same
 
 
 def test_gradients_that_are_set_to_zero_in_each_step(tmp_path, capsys):
-    torch.manual_seed(0)
-    model = LM()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with lockstep.record(model, tmp_path):
+    with recorded(tmp_path, LM) as (model, optimizer):
         for step in drawn(number=2):
             for ids, labels in step:
                 optimizer.zero_grad()
@@ -147,10 +156,7 @@ def test_gradients_that_are_set_to_zero_in_each_step(tmp_path, capsys):
 
 
 def test_a_pass_that_is_thrown_away_between_steps(tmp_path, capsys):
-    torch.manual_seed(0)
-    model = LM()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with lockstep.record(model, tmp_path):
+    with recorded(tmp_path, LM) as (model, optimizer):
         for number, step in enumerate(drawn(number=2, steps=3)):
             optimizer.zero_grad()
             for ids, labels in step:
@@ -163,10 +169,7 @@ def test_a_pass_that_is_thrown_away_between_steps(tmp_path, capsys):
 
 
 def test_gradients_that_are_set_to_zero_before_some_steps(tmp_path, capsys):
-    torch.manual_seed(0)
-    model = LM()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with lockstep.record(model, tmp_path):
+    with recorded(tmp_path, LM) as (model, optimizer):
         for number, step in enumerate(drawn()):
             model(*step[0]).backward()
             if number == 1:
@@ -178,10 +181,7 @@ def test_gradients_that_are_set_to_zero_before_some_steps(tmp_path, capsys):
 
 
 def test_a_pass_in_evaluation_mode_that_goes_backward(tmp_path, capsys):
-    torch.manual_seed(0)
-    model = LM()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with lockstep.record(model, tmp_path):
+    with recorded(tmp_path, LM) as (model, optimizer):
         for number, step in enumerate(drawn(steps=4)):
             if number == 2:
                 model.eval()
@@ -292,7 +292,7 @@ def test_an_evaluation_whose_sampler_shuffles_has_no_epochs(tmp_path, capsys, to
     assert verdict(tmp_path, capsys)[0] == int(not told)
 
 
-BEFORE = """
+NET = """
 import torch
 class Net(torch.nn.Module):
     def __init__(self):
@@ -301,18 +301,6 @@ class Net(torch.nn.Module):
         self.register_buffer("scale", torch.ones(16))
     def forward(self, x):
         return self.two(self.one(x).relu() * self.scale)
-def main():
-    torch.manual_seed(0)
-    model = Net()
-    {before}
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        x, y = torch.randn(4, 8), torch.randint(0, 5, (4,))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-if __name__ == "__main__":
-    main()
 """
 
 
@@ -322,14 +310,14 @@ def test_a_copy_on_the_meta_device_is_not_what_is_trained(tmp_path, capsys):
     copy = "\n    ".join(
         ('with torch.device("meta"):', "    copy = Net()", "    copy(torch.randn(4, 8)).sum().backward()")
     )
-    script.write_text(BEFORE.format(before=copy))
+    script.write_text(NET + TRAINS.format(before=copy))
     assert record.main(["--output", str(output), str(script)]) == 0
     assert verdict(output, capsys)[0] == 0
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_alone(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(BEFORE.format(before="model.eval()"))
+    script.write_text(NET + TRAINS.format(before="model.eval()"))
     assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 2
     said = "called Net in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"
     assert said in capsys.readouterr().err

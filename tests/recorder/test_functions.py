@@ -9,6 +9,7 @@ import typing
 import pytest
 import torch
 import torch.utils.checkpoint
+from scripts import TRAINS
 
 from lockstep import judge, record
 from lockstep.recorder import building, tree
@@ -33,20 +34,6 @@ class Net(torch.nn.Module):
             x = step(x)
         return self.two(x)
 """
-LOOP = """
-def main():
-    torch.manual_seed(0)
-    model = Net()
-    {extra}
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(2):
-        x, y = torch.randn(4, 8), torch.randint(0, 5, (4,))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-if __name__ == "__main__":
-    main()
-"""
 
 
 def recorded(folder, *, beside):
@@ -55,7 +42,7 @@ def recorded(folder, *, beside):
         (folder / "net_with_functions.py").write_text(NET)
     own = "import torch\nfrom net_with_functions import Net" if beside else NET
     extra = "pass" if beside else "model.extra = lambda x: x - 1"
-    (folder / "train.py").write_text(own + LOOP.format(extra=extra))
+    (folder / "train.py").write_text(own + TRAINS.format(before=extra))
     assert record.main(["--output", str(folder / "out"), str(folder / "train.py")]) == 0
     return folder / "out"
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import TRAINS
 
 from lockstep import judge
 
@@ -54,18 +55,6 @@ import os, torch
 import {settings} as settings
 {sets}
 from {net} import Net
-def main():
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    {late}
-    for _ in range(2):
-        x, y = torch.randn(4, 8), torch.randint(0, 5, (4,))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-if __name__ == "__main__":
-    main()
 """
 
 
@@ -74,7 +63,8 @@ def recorded(folder, kind, sets="", late="pass"):
     names = {"settings": f"settings_{kind}", "net": f"net_{kind}"}
     (folder / f"settings_{kind}.py").write_text(SETTINGS)
     (folder / f"net_{kind}.py").write_text(NET.format(**names))
-    (folder / "train.py").write_text(TRAIN.format(**names, sets=sets, late=late))
+    script = TRAIN.format(**names, sets=sets) + TRAINS.format(before=late)
+    (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "lockstep.record", "--output", str(folder / "run"), "train.py"]
     subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT), "WORLD_SIZE": "1"}, check=True)
     return folder / "run"
