@@ -5,8 +5,9 @@
     PYTHONPATH=. python benchmarks/recorded_faults.py tie_broken --output runs/recorded_faults.json     some of the catalogue
 
 The runs are those of run_faults.py. `lockstep.record` records two steps of each, and the judge is told neither the strategy nor its options.
-Pipelines are left out: a stage is no model, and its recording is refused. Exit status: 0 every run without a fault has PASS; 1 one has not;
-2 a usage error.
+"Against DDP" is what it says besides with `--against` a recording of DDP without a fault, with the same flags.
+Pipelines are left out: a stage is no model, and its recording is refused. Exit status: 0 every run without a fault has PASS, and is the same
+training as DDP; 1 one has not; 2 a usage error.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from lockstep.running import jobs
 BEGINS = '{\n "of": "recorded faults"'
 TITLE = "# Planted faults in recorded runs, "
 STEPS = 2
-COLUMNS = ("fault", "strategy", "mesh and flags", "verdict", "what the judge says")
+COLUMNS = ("fault", "strategy", "mesh and flags", "verdict", "what the judge says", "against DDP")
+AGAINST = "against "  # how sentences of --against begin
 VERDICTS = {0: "PASS", 1: "FAIL", 2: "not judged"}
 
 
@@ -70,23 +72,31 @@ def run_jobs() -> int:
     return jobs.main()
 
 
-def judged(folder: Path) -> tuple[int, str]:
-    """(exit status, the last line) of the judge of a recording."""
+def judged(pair: tuple[Path, Path]) -> tuple[int, str, str]:
+    """(exit status of the judge of a recording, the last line, what --against another recording says), the first two without that."""
     from lockstep import judge
 
+    folder, other = pair
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = judge.main([str(folder)])
+        status = judge.main([str(folder), "--against", str(other)])
     lines = [line for line in said.getvalue().splitlines() if not line.startswith(("report", "Report"))]
-    return status, next((line for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    if status > 1:
+        return status, last, ""
+    report = json.loads((folder / "report.json").read_text())
+    against = [one.partition("training: ")[2] for one in report["run"]["wrong"] if one.startswith(AGAINST)]
+    if last.startswith(f"FAIL: {AGAINST}"):
+        status, last = 0, f"PASS: {len(report['steps'])} steps"
+    return status, last, against[0] if against else "the same"
 
 
-def judge_all(folders: list[Path]) -> list[tuple[int, str]]:
+def judge_all(pairs: list[tuple[Path, Path]]) -> list[tuple[int, str, str]]:
     """`judged` of each, in as many processes as there are cores."""
     with concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), multiprocessing.get_context("fork"), initializer=_one_thread
     ) as processes:
-        return list(processes.map(judged, folders))
+        return list(processes.map(judged, pairs))
 
 
 def _one_thread() -> None:
@@ -96,7 +106,7 @@ def _one_thread() -> None:
 
 
 def entry(
-    run: run_faults.Planned, trained: float | str, found: tuple[int, str] | None
+    run: run_faults.Planned, trained: float | str, found: tuple[int, str, str] | None
 ) -> dict[str, str | int | None]:
     from lockstep.faults import CATALOGUE
 
@@ -104,7 +114,7 @@ def entry(
     axes = [
         f"{axis} {size}" for axis, size in group.rows[strategy].largest(group.mesh).sizes.items() if size > 1
     ]
-    status, said = found or (2, f"not trained: {trained}")
+    status, said, against = found or (2, f"not trained: {trained}", "")
     return {
         "fault": name,
         "strategy": strategy,
@@ -112,6 +122,7 @@ def entry(
         "story": "" if name == run_faults.CLEAN else CATALOGUE[name].story,
         "verdict": VERDICTS.get(status, "internal error"),
         "said": said.removeprefix("python -m ").replace(str(group.folder), "RUN"),
+        "against": against,
     }
 
 
@@ -122,7 +133,11 @@ def summary(rows: list[dict]) -> list[str]:
         ("with a fault", [row for row in rows if row["fault"] != run_faults.CLEAN]),
     ):
         counts = collections.Counter(row["verdict"] for row in chosen)
-        lines.append(f"{len(chosen)} runs {label}: {', '.join(f'{n} {what}' for what, n in counts.items())}")
+        other = sum(row["verdict"] == "PASS" and row["against"] != "the same" for row in chosen)
+        counted = ", ".join(f"{number} {what}" for what, number in counts.items())
+        lines.append(
+            f"{len(chosen)} runs {label}: {counted}; of those that pass, {other} are not the training of DDP"
+        )
     return lines
 
 
@@ -135,7 +150,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     print(f"{number} runs trained in {time.monotonic() - begin:.0f} s", flush=True)
     places = {run: run[0].history_folder(run[2], run[1]) / "recording" for run in trained}
     there = [run for run, place in places.items() if not isinstance(trained[run], str) and place.is_dir()]
-    found = dict(zip(there, judge_all([places[run] for run in there]), strict=True))
+    ddp = {run[0]: places[run] for run in there if run[1:] == (run_faults.CLEAN, BASELINE)}
+    found = dict(zip(there, judge_all([(places[run], ddp[run[0]]) for run in there]), strict=True))
     rows = [entry(run, seconds, found.get(run)) for run, seconds in trained.items()]
     table = in_markdown(
         [
@@ -147,6 +163,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
                     row["run"],
                     row["verdict"],
                     row["said"].replace("|", "/"),
+                    row["against"].replace("|", "/"),
                 )
                 for row in rows
             ),
@@ -161,7 +178,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         "\n".join([TITLE + options.precision, "", *table, "", *lines]) + "\n",
     )
     clean = [row for row in rows if row["fault"] == run_faults.CLEAN]
-    return int(any(row["verdict"] != "PASS" for row in clean))
+    return int(any((row["verdict"], row["against"]) != ("PASS", "the same") for row in clean))
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from lockstep.ground import processes
 from lockstep.ground.errors import run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
+from lockstep.recorded import against as recorded_against
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import run as recorded_run
 from lockstep.recorder import surroundings
@@ -68,6 +69,12 @@ def main(argv: list[str] | None = None) -> int:
         help="a recording of the run that this one continues: samples that it has seen must not come again before all others",
     )
     parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="a recording of the same training, such as by one process: weights, samples and settings must be the same, and the first gradient",
+    )
+    parser.add_argument(
         "--with-replacement",
         action="store_true",
         help="samples are drawn with replacement: one may come again at any time",
@@ -84,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _judge(recording: Recording, options: argparse.Namespace) -> int:
     """The exit status."""
-    before = [Recording(options.after)] if options.after else []
+    before, other = ([Recording(one)] if one else [] for one in (options.after, options.against))
     memory = None if options.memory is None else options.memory * 1e9
     steps = judging.judge(recording, options.expect, options.loss, memory, options.workers, ray=options.ray)
     run = recorded_run.judge(
@@ -93,6 +100,8 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
         cut=steps[0].cut,
         recorded=0 if before else len(steps),
     )
+    for one in other:
+        recorded_against.judge(run, recording, one, steps)
     page.write(recording, steps, run)
     return recorded_report.show(steps, run, options.folder)
 

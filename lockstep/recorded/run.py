@@ -70,6 +70,12 @@ def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
     return list(seen.values())
 
 
+def samples_by_step(ranks: list[list[RunStep]]) -> list[Counter[int]]:
+    """What all data-parallel ranks together saw in each step, in no order."""
+    steps = zip(*_data_parallel(ranks), strict=False)
+    return [Counter(sample for one in step for micro in one.samples for sample in micro) for step in steps]
+
+
 def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
     """The steps of ranks that have pieces of the same samples, as of one that has the whole."""
     found = []

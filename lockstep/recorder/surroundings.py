@@ -2,12 +2,16 @@
 
 A script may set `os.environ["FLASH_ATTN"]`, a global of another file (`settings.scale = 2`) or an attribute of a class before it trains.
 The judge imports the files anew, so these values are recorded, and it sets them, too. Nothing is recorded of packages that are installed,
-nor of what is no plain value: numbers, texts, dtypes, and lists, tuples and dicts of them.
+nor of what is no plain value: numbers, texts, dtypes, members of torch's enumerations, and lists, tuples and dicts of them. A class or
+an object of the user's own, such as a configuration, is recorded by its attributes, and the judge sets those of the one that it has in this place.
 """
 
+import argparse
 import ast
 import contextlib
+import enum
 import functools
+import operator
 import os
 import re
 import sys
@@ -38,6 +42,7 @@ NOT_OWN = {*PACKAGES, "lockstep", "transformers"}  # wherever they are
 # What a launcher says is so of the judge, which is one process.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")
+DEPTH = 2  # of objects inside of objects
 MOST = 1000  # elements or characters of a value: more is data
 PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict, torch.dtype)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -72,7 +77,9 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
             here = _plain(vars(place))
             for key in here.keys() & those[name].keys():
                 if here[key] != those[name][key]:
-                    setattr(place, key, value(those[name][key]))
+                    inside, _, last = key.rpartition(".")
+                    holder = operator.attrgetter(inside)(place) if inside else place
+                    setattr(holder, last, value(those[name][key]))
 
 
 @contextlib.contextmanager
@@ -149,13 +156,18 @@ def _is_public(name: str, value: Any) -> bool:
     return not isinstance(value, str) or not ("/" in value or origin.TOKEN.search(value))
 
 
-def _plain(names: Mapping[str, Any]) -> TREE:
-    """Their plain values, as JSON."""
+def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
+    """Their plain values, as JSON; those of objects as OBJECT.ATTRIBUTE."""
     found: TREE = {}
     for name, value in list(names.items()):
         # What is in a user's file may raise anything when it is looked at.
         with contextlib.suppress(Exception):
-            if not (name.startswith("__") or OF_PROCESSES.search(name.lower()) or isinstance(value, CODE)):
+            if name.startswith("__") or OF_PROCESSES.search(name.lower()):
+                continue
+            if depth and (_is_object(value) or _is_class_of(names, value)):
+                inside = _plain(vars(value), depth - 1)
+                found |= {f"{name}.{key}": one for key, one in inside.items() if _is_public(name, "")}
+            elif not isinstance(value, CODE):
                 found[name] = _Plain(name).value(value, name)
     if "__file__" in names:
         for one in _set_together(names["__file__"]):
@@ -163,6 +175,21 @@ def _plain(names: Mapping[str, Any]) -> TREE:
             if not together <= found.keys():
                 found = {name: one for name, one in found.items() if name not in together}
     return found
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is of a class of the user's own that keeps values, such as a configuration."""
+    kind = type(value)  # isinstance may ask the value itself
+    if issubclass(kind, (*CODE, torch.nn.Module, torch.Tensor, enum.Enum)) or not hasattr(value, "__dict__"):
+        return False
+    return issubclass(kind, (argparse.Namespace, types.SimpleNamespace)) or _is_own(_names_beside(kind))
+
+
+def _is_class_of(names: Mapping[str, Any], value: Any) -> bool:
+    """Whether it is a class that the file with these names defines. Those of modules are found by the model."""
+    if not issubclass(type(value), type) or issubclass(value, (torch.nn.Module, enum.Enum)):
+        return False
+    return value.__module__ == names.get("__name__")
 
 
 @functools.cache
@@ -184,7 +211,8 @@ class _Plain(Describing):
         self.left = MOST
 
     def value(self, value: Any, where: str) -> Any:
-        if type(value) not in PLAIN or not _is_public(self.name, value):
+        is_plain = type(value) in PLAIN or hasattr(type(value), "__members__")  # of an enumeration
+        if not is_plain or not _is_public(self.name, value):
             raise Unnamed("no plain value")
         self.left -= len(value) if isinstance(value, (str, list, tuple, set, dict)) else 1
         if type(value) is dict and not all(isinstance(key, str) and _is_public(key, "") for key in value):

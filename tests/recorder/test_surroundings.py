@@ -27,6 +27,13 @@ scale, names, secret_key = 1.0, ["a"], ""
 @dataclasses.dataclass
 class Options:
     shift: float = 0.0
+options = Options()
+class Kinds:
+    backends = []
+    @classmethod
+    def fill(cls):
+        from torch.nn.attention import SDPBackend
+        cls.backends = [SDPBackend.MATH]
 def choose(value):
     global scale
     scale = value
@@ -48,7 +55,10 @@ class Net(torch.nn.Module):
         if USED == "yes":
             h = h.abs()
         assert int(os.environ.get("WORLD_SIZE", "1")) == 1
-        return self.two(h * settings.scale * len(names)) ** self.power
+        if settings.Kinds.backends:
+            with torch.nn.attention.sdpa_kernel(settings.Kinds.backends):
+                h = h * 2
+        return self.two(h * settings.scale * len(names) + settings.options.shift) ** self.power
 """
 TRAIN = """
 import os, torch
@@ -76,6 +86,8 @@ CASES = {
     "global": {"late": "settings.choose(3.0)"},
     "list": {"late": 'settings.names.append("b")'},
     "attribute": {"late": "Net.power = 2"},
+    "class": {"late": "settings.Kinds.fill()"},
+    "object": {"late": "settings.options.shift = 3.0"},
 }
 
 
@@ -94,14 +106,17 @@ def test_what_a_script_sets_is_set_for_the_judge(tmp_path, capsys, kind):
 
 
 def test_secrets_and_large_values_are_not_recorded(tmp_path):
-    sets = (
-        'settings.secret_key, settings.names, settings.options = "abc", ["abc"] * 2000, settings.Options(2.5)'
-    )
+    sets = 'settings.secret_key, settings.names, settings.options.api_token = "abc", ["abc"] * 2000, "abc"'
     run = recorded(tmp_path, "secret", sets=sets)
     of_settings = json.loads((run / "model.json").read_text())["tree"]["surroundings"]["globals"][
         "settings_secret"
     ]
-    assert of_settings == {"scale": 1.0}
+    assert of_settings == {
+        "scale": 1.0,
+        "options.shift": 0.0,
+        "Options.shift": 0.0,
+        "Kinds.backends": [],
+    }
 
 
 def test_a_recording_sets_no_variable_that_the_code_does_not_name(tmp_path, capsys):

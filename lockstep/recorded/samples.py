@@ -1,0 +1,80 @@
+"""Compare the samples of a step in two recordings, whichever rank or micro batch has them, and in any order."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.ground.words import and_more
+from lockstep.recorder.called import LABELS, Called
+
+Row = dict[str, int]  # of a sample, a hash of what it has of each tensor
+
+
+def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
+    """What is not the same of the micro batches of a step, which have samples along the first dim of their tensors."""
+    for masked in (False, True):
+        here, there = (_rows(each, masked=masked) for each in (own, other))
+        names = [name for name in here[0] if name in there[0]] if here and there else []
+        if not names:
+            return
+        # What says which sample it is comes first.
+        first, *rest = sorted(names, key=lambda name: (_is_label(name), "mask" in name))
+        known, known_there = _counted(here, first), _counted(there, first)
+        if known == known_there:
+            odd = [name for name in rest if _counted(here, first, name) != _counted(there, first, name)]
+            if odd:
+                yield f"the samples are the same, and {and_more(odd)} of them not"
+            return
+    same, times = sum((known & known_there).values()), _times(known, known_there)
+    which = f"each of them {times} times" if times else f"{same} are the same"
+    yield f"{len(here)} samples are trained on, and {len(there)} there; {which}"
+
+
+def _is_label(name: str) -> bool:
+    return any(word in name.lower() for word in LABELS)
+
+
+def _rows(called: list[Called], *, masked: bool) -> list[Row]:
+    """Of each sample that is trained on; `masked`: without what its mask leaves out, since other samples may ask for other padding."""
+    found = []
+    for one in {id(each.first): each.first for each in called if each.about.used}.values():
+        tensors = {name: of for name, of in one.tensors.items() if of.ndim}
+        if one.piece is not None:
+            # Each piece has its own labels, and in other places ignored ones, which are less.
+            labels = {
+                name: [each.tensors[name] for each in one.piece.all] for name in tensors if _is_label(name)
+            }
+            tensors |= {name: torch.stack(each).amax(0) for name, each in labels.items()}
+        size = max(map(len, tensors.values()), default=0)
+        tensors = {
+            name: of.expand(size, *of.shape[1:]) if len(of) == 1 else of for name, of in tensors.items()
+        }
+        tensors = {name: of for name, of in tensors.items() if len(of) == size}
+        mask = tensors.get("attention_mask") if masked else None
+        if mask is not None and mask.ndim == 2:
+            kept = mask.bool()
+            found += [
+                {
+                    name: _hash(of[row][kept[row]] if of.shape[:2] == kept.shape else of[row])
+                    for name, of in tensors.items()
+                }
+                for row in range(size)
+            ]
+        else:
+            found += [{name: _hash(of[row]) for name, of in tensors.items()} for row in range(size)]
+    return found
+
+
+def _hash(row: torch.Tensor) -> int:
+    return hash((tuple(row.shape), row.flatten().view(torch.uint8).numpy().tobytes()))
+
+
+def _counted(rows: list[Row], *names: str) -> Counter[tuple[int | None, ...]]:
+    return Counter(tuple(row.get(name) for name in names) for row in rows)
+
+
+def _times(own: Counter, other: Counter) -> int:
+    """How many times as often each sample comes; 0 if not each does, or not more often."""
+    times = {own[one] / other[one] for one in other} if own.keys() == other.keys() else {0.0}
+    return int(max(times)) if len(times) == 1 and max(times) > 1 else 0
