@@ -4,12 +4,16 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lockstep.ground.errors import UserError, first_line
+
+STANDARD = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
+INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
 def is_named(text: str) -> bool:
@@ -43,6 +47,17 @@ def load(text: str, option: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{option} {text}: the file has no function or class {name}")
     return found
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file or folder is of an installed package, or of Python itself."""
+    return not INSTALLED.isdisjoint(path.parts) or not STANDARD.isdisjoint((path, *path.parents))
+
+
+def own_paths() -> list[str]:
+    """The folders that Python looks for modules in, such as the script's, without those of installed packages."""
+    folders = [Path(one).absolute() for one in sys.path]
+    return [str(one) for one in folders if one.is_dir() and not is_installed(one)]
 
 
 def search(folder: Path) -> None:

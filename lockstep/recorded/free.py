@@ -175,7 +175,7 @@ class Free:
             for one, own in zip(self.exact, self.near, strict=True)
             if one.loss is not None and own.loss is not None
         ]
-        measure = max((abs(own - right) / abs(right) for right, own in pairs), default=0.0)
+        measure = max((abs(own - right) / abs(right) for right, own in pairs if right), default=0.0)
         measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):

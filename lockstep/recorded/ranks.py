@@ -35,6 +35,9 @@ class Ranks:
         """Whole tensors by name; what replicas disagree in is wrong."""
         found, differ = dict[str, torch.Tensor](), []
         names = self.recording.names(self.verdict.step, kind)
+        if kind == "gradient":  # none that an optimizer is given later, if at all
+            waiting = self.recording.waiting(self.verdict.step)
+            names = [name for name in names if name not in waiting]
         for name in names:
             tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
             if not self.streamed:

@@ -48,7 +48,7 @@ def judge(
     others = {rank for one in cut for rank in one[1:]}
     whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
-    samples = _data_parallel(samples)
+    samples = [_in_turns(steps) for steps in _data_parallel(samples)]
     _judge_division(verdict, samples, len(cut[0]) if cut else 1)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
     if not with_replacement:
@@ -68,6 +68,18 @@ def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
     for steps in ranks:
         seen.setdefault(str([step.samples for step in steps]), steps)
     return list(seen.values())
+
+
+def _in_turns(steps: list[RunStep]) -> list[RunStep]:
+    """Without the samples of a step that one optimizer makes of the batch of the step before, which another one made, such as a generator's."""
+    return [
+        one.model_copy(update={"samples": []})
+        if one.samples == before.samples
+        and one.optimizers
+        and set(one.optimizers).isdisjoint(before.optimizers)
+        else one
+        for before, one in zip(steps[:1] + steps, steps, strict=False)
+    ]
 
 
 def samples_by_step(ranks: list[list[RunStep]]) -> list[Counter[int]]:

@@ -153,11 +153,9 @@ class _Step:
                 "record a run whose optimizer holds the model's parameters"
             )
         if problem and all(one.is_zero for one in self.micro):
-            verdict.nothing = True
-            verdict.leave(
-                f"step {verdict.step} is not judged: nothing but zeros arrives at what the model returned"
-            )
-            return verdict
+            return self._leave("nothing but zeros arrives at what the model returned")
+        if problem and all(one.about.loss == 0 for one in self.micro):
+            return self._leave("its loss and its gradient are 0")
         if problem:
             verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
             return verdict
@@ -184,6 +182,11 @@ class _Step:
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         self._say_unseen()
         return verdict
+
+    def _leave(self, why: str) -> StepVerdict:
+        self.verdict.nothing = True
+        self.verdict.leave(f"step {self.verdict.step} is not judged: {why}")
+        return self.verdict
 
     def _require_shapes(self, weights: Gradients) -> None:
         whole = {name: one.shape for name, one in self.recording.skeleton.named_parameters()}
@@ -330,13 +333,14 @@ class _Step:
     def _missing(self, weights: Gradients) -> list[str]:
         """What has a gradient in the reference has one on every rank that holds it."""
         found = []
-        beside = {*self.ranks[0].frozen, *self.alone_in_loss}
+        waiting = self.recording.waiting(self.verdict.step)
+        beside = {*self.ranks[0].frozen, *self.alone_in_loss, *waiting}
         unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(
                 f"nothing that was trained depends on {and_more(unused)}: without a gradient"
             )
-        for name in weights:
+        for name in weights.keys() - waiting:
             holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
                 rank

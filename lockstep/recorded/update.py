@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -196,7 +197,10 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
         for kind in ("weight/", "attribute/", "state/")
     )
-    state += [name.rpartition("/")[0] for name in of_all]
+    waiting = recording.waiting(step)
+    state = [name for name in state if name.partition("/")[2] not in waiting]
+    if not waiting:  # else the attributes are those of other optimizers
+        state += [name.rpartition("/")[0] for name in of_all]
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
     shares: dict[str, tuple[float, float]] = {}
@@ -211,8 +215,10 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
         elif name not in trained:
-            alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
-            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
+            alike = [one for one, shape in shapes.items() if one in trained and shape == after.shape]
+            same = max((_end(name, one) for one in alike), default=0)
+            of_name = (one for one in alike if _end(name, one) == same)
+            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in of_name))
             shares |= {name: share} if share else {}
         elif _is_rounding(before, after):
             weights.remove(name)
@@ -231,6 +237,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
+
+
+def _end(name: str, other: str) -> int:
+    """How many characters at the end are the same."""
+    return len(os.path.commonprefix([name[::-1], other[::-1]]))
 
 
 def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:

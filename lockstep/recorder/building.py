@@ -227,7 +227,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
             f"the weight that the hook {tree['hooks'][0]} computes before each call cannot be computed again; use torch.nn.utils.parametrizations"
         )
     building = Building(tensors, tree["scripts"])
-    user_file.search(Path(tree.get("path", ".")))
+    for path in tree["paths"]:
+        user_file.search(Path(path))
     # No mode sees what a scripted function casts; but torch's own formulas for forward-mode derivatives are scripted when they are loaded.
     torch.autograd.forward_ad._maybe_load_decompositions()
     torch.jit._state.disable()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 5
+FORMAT = 6
 Plain = bool | int | MayBreakDown | str | None
 
 
@@ -180,6 +180,7 @@ class RunStep(Strict):
 
     samples: list[list[int]]
     rates: list[MayBreakDown]
+    optimizers: list[Whole] = []  # their numbers
     scheduled: dict[Name, Whole]
     data_sets: list[Whole]
     shuffled: bool

@@ -26,6 +26,7 @@ import contextlib
 import functools
 import inspect
 import shutil
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -131,7 +132,7 @@ class Recorder(Updates):
     @torch.compiler.disable
     @harmless
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        if being_recomputed():
+        if being_recomputed() or self._calls_itself():
             return
         if not (self.model.training and torch.is_grad_enabled()):
             self.whole_run.loaders.source = None  # the batch is of an evaluation
@@ -264,6 +265,15 @@ class Recorder(Updates):
                 given |= given.pop(name, {})
         return given
 
+    def _calls_itself(self) -> bool:
+        """Whether the model is called inside of its own call, such as a loss that is its forward method, too."""
+        frame, calls = sys._getframe(), 0
+        while frame.f_back is not None and calls < 2:
+            frame = frame.f_back
+            if frame.f_code is torch.nn.Module._call_impl.__code__:
+                calls += frame.f_locals["self"] is self.model
+        return calls > 1
+
     def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():
             self.micro[-1]["autocast"] = parallelism.autocast_of(self.model)
@@ -273,7 +283,7 @@ class Recorder(Updates):
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
         """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
         over = self.model.training and not (self.removing and self.micro)
-        if over or not torch.is_grad_enabled() or being_recomputed():
+        if over or not torch.is_grad_enabled() or being_recomputed() or self._calls_itself():
             return None
         loss, logits = outputs_of(output)
         if not self.model.training:

@@ -220,6 +220,11 @@ class Recording:
             }
         return self._holders[step]
 
+    def waiting(self, step: int) -> set[str]:
+        """Parameters of optimizers that step in other recorded steps, and not in this one, such as a discriminator's."""
+        held = [{name for about in ranks.values() for name in about.held} for ranks in self.steps]
+        return set().union(*held) - held[step - 1]
+
     def whole(
         self, step: int, name: str, ranks: list[int] | None = None, *, mean: bool = False
     ) -> tuple[torch.Tensor, list[int]]:

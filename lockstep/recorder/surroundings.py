@@ -15,7 +15,6 @@ import operator
 import os
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -36,8 +35,6 @@ from lockstep.recorder.tree import (
     package_of,
 )
 
-STANDARD = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
-INSTALLED = {"site-packages", "dist-packages"}  # folders
 NOT_OWN = {*PACKAGES, "lockstep", "transformers"}  # wherever they are
 # What a launcher says is so of the judge, which is one process.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -112,8 +109,8 @@ def _names_beside(value: Any) -> TREE:
 def _is_own(names: TREE) -> bool:
     """Whether the names are those of a file that is no part of an installed package."""
     file = Path(names.get("__file__") or "")
-    installed = not INSTALLED.isdisjoint(file.parts) or not STANDARD.isdisjoint(file.parents)
-    return not installed and package_of(names.get("__name__") or "") not in NOT_OWN and file.is_file()
+    of_others = user_file.is_installed(file) or package_of(names.get("__name__") or "") in NOT_OWN
+    return not of_others and file.is_file()
 
 
 def _files(classes: Iterable[type]) -> dict[str, TREE]:

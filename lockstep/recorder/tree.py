@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from lockstep.ground import origin
+from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.recorder import deepspeed_layers, divided, functions, quantized
 from lockstep.recorder.hashes import digest
@@ -105,6 +105,8 @@ class Describing:
             for key, value in vars(module).items()
             if key not in OWN and not key.startswith(OF_WRAPPERS)
         }
+        if _calls_others(vars(module).get("forward"), module):
+            values["forward"] = vars(module)["forward"]
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
@@ -299,6 +301,15 @@ class Describing:
         return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
 
 
+def _calls_others(forward: Any, module: torch.nn.Module) -> bool:
+    """Whether a module was given a function as its `forward` that knows other modules, such as an adapter's. Another one is a patch, like a hook."""
+    if not isinstance(forward, types.FunctionType):
+        return False
+    cells = [one.cell_contents for one in forward.__closure__ or ()]
+    known = [*cells, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
+    return any(isinstance(one, torch.nn.Module) and one is not module for one in known)
+
+
 class _State(Describing):
     def value(self, value: Any, where: str) -> Any:
         kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
@@ -381,8 +392,12 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     scripts = describing.scripts()
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
-    found_in = str(Path(sys.path[0]).absolute())  # modules beside the script
-    more = {"left_out": describing.left_out, "hooks": describing.hooks, "path": found_in, "scripts": scripts}
+    more = {
+        "left_out": describing.left_out,
+        "hooks": describing.hooks,
+        "paths": user_file.own_paths(),
+        "scripts": scripts,
+    }
     return {**tree, **more}, {**buffers, **attributes}
 
 

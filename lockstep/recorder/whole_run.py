@@ -1,6 +1,6 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
-    RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "scheduled": {by whom: times},
+    RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
                                "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
                                "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
@@ -105,6 +105,7 @@ class WholeRun:
         self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
+        self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.coming: list[float] = []  # the rates of the update that runs
         self._begin()
         self.removing: list[Callable[[], None]] = [
@@ -120,6 +121,7 @@ class WholeRun:
         self.samples: list[torch.Tensor] = []
         self.elsewhere: list[torch.Tensor] = []  # before a step of another model's optimizer
         self.rates: list[float] = []
+        self.optimizers: set[int] = set()  # numbers of those that step
         self.scheduled: dict[
             int, list[str]
         ] = {}  # by whom, each time; a library may step what the loop steps, too
@@ -164,6 +166,7 @@ class WholeRun:
             {
                 "samples": self.samples,
                 "rates": self.rates,
+                "optimizers": sorted(self.optimizers),
                 "scheduled": {
                     " and ".join(dict.fromkeys(by)): len(by)
                     for by in sorted(self.scheduled.values(), key=len)
@@ -190,6 +193,7 @@ class WholeRun:
             return
         self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
         self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        self.optimizers.add(self.numbers.setdefault(optimizer, len(self.numbers)))
         self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
         self.updating, self.calls_in_update = True, 0
 

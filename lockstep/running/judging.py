@@ -74,7 +74,7 @@ def judge(
         verdicts = [task.judge(recording) for task in tasks]
     if all(one.nothing for one in verdicts):
         raise UserError(
-            "nothing but zeros arrives at what the model returned in the recorded steps, such as where all advantages are zero; record more (--steps)"
+            "no gradient other than zero arises in the recorded steps, such as where all advantages are zero; record more (--steps)"
         )
     return verdicts
 

@@ -21,7 +21,7 @@ PIECE = 1 << 16  # elements of a tensor at a time: they stay in the cache, and n
 RATE = 1e-6  # of false alarms, of all projections of a run
 BLOCKS = 32  # at most, that a dim is cut into
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
-LEAST = 16  # elements that a part needs, and columns
+LEAST = 16  # elements other than zero that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs
 ZERO = 2.0**-40  # of a tensor's largest element: what is smaller in float64 is zero in exact arithmetic
 NOTHING = 4 * 2.0**-24  # a factor that float32 arithmetic may leave in all of a tensor
@@ -273,7 +273,9 @@ def _project(
         products, sizes = products.swapaxes(1, 2), sizes.swapaxes(1, 2)
     parts = np.eye(blocks[-1] + 1)[:, blocks]
     sums, lengths = products.sum(-1, keepdims=True), sizes.sum(-1, keepdims=True)
-    size = parts @ lengths
+    # Of few numbers, the errors say nothing of their size: of one, nothing at all is left.
+    many = parts @ np.count_nonzero(sizes, -1, keepdims=True) >= LEAST
+    size = (parts @ lengths) * many
     excess = ratio(parts @ sums, size)
     right = excess[:, blocks]
     left = right * sizes
