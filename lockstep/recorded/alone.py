@@ -14,6 +14,7 @@ from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum, accumulated
 from lockstep.verdict.rows import StepVerdict
@@ -100,11 +101,15 @@ class Alone:
         clipped: dict[str, float],
         dtypes: dict[str, torch.dtype],
     ) -> torch.Tensor:
-        """`weights` as they were after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by."""
-        eps = max(map(_eps, dtypes.values()))
+        """`weights` as they were after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
+
+        They are measured where gradients are rounded least: some may be in float32, as of a last layer.
+        """
+        least, eps = (of(map(_eps, dtypes.values())) for of in (min, max))
         if eps <= _eps(torch.float32):
             return weights
-        found = normalisation.fit(observed, self.near, clipped).weights
+        finest = Lazy((name for name in observed if _eps(dtypes[name]) == least), lambda name: observed[name])
+        found = normalisation.fit(finest, self.near, clipped).weights
         return found if bool(((found / weights - 1).abs() <= SCALARS * eps).all()) else weights
 
 

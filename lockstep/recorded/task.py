@@ -4,6 +4,8 @@ The reference computes as the model does, so a fault in what the model is given 
 """
 
 import inspect
+import math
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -176,6 +178,11 @@ def _judge_targets(
             Wrong(f"each position is trained to give the token {token}", f": {why} ({where})")
         )
         return
+    if _are_in_other_places(ids, targets) and _is_causal(reference, called, name, along=1):
+        verdict.wrong.append(
+            f"positions are trained to give the tokens after others: the labels are these tokens in another order ({where})"
+        )
+        return
     mask = _mask(called, ids)
     if mask:
         trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
@@ -218,6 +225,17 @@ def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
     targets = targets[:, : targets.shape[1] - ahead]
     counted = targets >= 0
     return bool(counted.any()) and torch.equal(targets[counted], ids[:, ahead:][counted].long())
+
+
+def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether the targets are the tokens after the first of each row, but in other places. The last of a row is not among these."""
+    counted, after = targets[targets >= 0].tolist(), ids[:, 1:]
+    missing = (Counter(counted) - Counter(after.flatten().tolist())).total()
+    kinds = len({*counted})
+    # By chance, about sqrt(tokens x kinds) are missing.
+    if kinds < MANY or len(ids) > math.sqrt(len(counted) * kinds) / 4 or missing > len(ids):
+        return False
+    return 2 * int((targets[:, :-1] == after).sum()) < len(counted)
 
 
 def _judge_sight(

@@ -87,12 +87,15 @@ def _are_of_copies(
 
     `strangers` are how many tensors it holds that are none of the model's.
     """
-    given = {name for ranks in recording.steps for one in ranks.values() for name in one.changed}
+    # What a step's copies give is seen when the next one begins.
+    later = recording.steps[verdict.step : verdict.step + 1]
+    given = {name for ranks in later or recording.steps for one in ranks.values() for name in one.changed}
     largest = _largest_change(recording, given)
     left = [
         name
         for name in unheld
-        if f"weight/{name}" not in given
+        if (later or not given)
+        and f"weight/{name}" not in given
         and bool(gradients[name].any())
         and not _is_rounded_away(weights[name], largest)
     ]
