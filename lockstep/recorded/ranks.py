@@ -304,10 +304,10 @@ class Ranks:
 
     def judge_modes(self) -> None:
         """All micro batches are computed in one precision, and a module in one mode on all ranks."""
+        used = {(rank, one.number) for one in self.micro for rank in one.ranks}
         first, *others = (
-            (f"micro batch {number} of rank {rank}", one.autocast)
-            for rank, about in self.ranks.items()
-            for number, one in enumerate(about.micro_batches)
+            (f"micro batch {number} of rank {rank}", self.ranks[rank].micro_batches[number].autocast)
+            for rank, number in sorted(used)
         )
         other = next((one for one in others if one[1] != first[1]), None)
         if other is not None:

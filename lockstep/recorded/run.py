@@ -50,6 +50,7 @@ def judge(
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = [_in_turns(steps) for steps in _data_parallel(samples)]
     _judge_division(verdict, samples, len(cut[0]) if cut else 1)
+    _judge_shares(verdict, ranks, cut)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
     if not with_replacement:
         _judge_overlap(verdict, samples)
@@ -108,6 +109,20 @@ def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int
         verdict.wrong.append(
             f"a DistributedSampler divides the samples among {max(found)}, and {len(ranks)} data-parallel ranks read different ones"
         )
+
+
+def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence[tuple[int, ...]]) -> None:
+    """Ranks that train on different samples are given those of different ranks. Augmented, the same ones look different."""
+    given = [{rank for step in steps for rank in step.given} for steps in ranks]
+    for one, other in itertools.combinations(range(len(ranks)), 2):
+        together = any(one in pieces and other in pieces for pieces in cut)
+        same = all(own.samples == of.samples for own, of in zip(ranks[one], ranks[other], strict=False))
+        divided = any(number > 1 for step in ranks[one] for number in step.replicas)
+        if len(given[one]) == 1 and given[one] == given[other] and divided and not (together or same):
+            verdict.wrong.append(
+                f"a DistributedSampler gives ranks {one} and {other} the samples of rank {given[one].pop()}"
+            )
+            return
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:

@@ -145,18 +145,21 @@ def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
     Of an encoder and a decoder, that of the decoder: what the encoder sees may be what the decoder must give.
     """
     only = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    targets = found.mean.targets
+    targets, labels = found.mean.targets, found.mean.labels
+    own = called.tensors.get(labels)
     for name, tensor in called.tensors.items():
         if only and name != "decoder_input_ids":
             continue
         if (
             tensor.ndim == 2
             and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
-            and name != found.mean.labels
+            and name != labels
             and not tensor.is_floating_point()
             and tensor.dtype != torch.bool
         ):
-            return name
+            # The loss may take the tokens themselves for what they must give, which the model is given, too.
+            of_tokens = own is not None and own.shape == tensor.shape and _is_ahead(own, tensor, 1)
+            return labels if of_tokens else name
     return None
 
 

@@ -207,6 +207,10 @@ class Building:
         made = self.objects[about["number"]] = kind.__new__(kind)
         for key, value in about["attributes"].items():
             made.__dict__[key] = self.value(value)
+        if isinstance(made, dict):
+            dict.update(made, [(self.value(key), self.value(one)) for key, one in about.get("items", [])])
+        elif isinstance(made, list):
+            list.extend(made, map(self.value, about.get("elements", [])))
         return made
 
 
@@ -241,7 +245,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         raise UserError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
         ) from error
-    return model.train()
+    model.train(True)  # a class may have a method of its own, which must be told and returns nothing
+    return model
 
 
 def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:

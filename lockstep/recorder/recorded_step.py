@@ -185,6 +185,7 @@ class RunStep(Strict):
     data_sets: list[Whole]
     shuffled: bool
     replicas: list[Count]
+    given: list[Whole] = []  # the ranks whose samples DistributedSamplers give
     orders: list[Order] = []
     sources: list[int] = []  # of each micro batch, the sampler that it is of; -1: another
     with_replacement: bool = False  # by a RandomSampler

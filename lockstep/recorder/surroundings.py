@@ -70,8 +70,8 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
     os.environ.update({name: text for name, text in environment if name in known and _is_public(name, text)})
     for places, those in ((classes, recorded["classes"]), (files, recorded["globals"])):
         for name in places.keys() & those.keys():
-            place = places[name] if isinstance(places[name], type) else sys.modules[name]
-            here = _plain(vars(place))
+            place = places[name] if isinstance(places[name], type) else sys.modules.get(name)
+            here = _plain(vars(place)) if place else {}  # a module may have another name than it says
             for key in here.keys() & those[name].keys():
                 if here[key] != those[name][key]:
                     inside, _, last = key.rpartition(".")
@@ -109,8 +109,14 @@ def _names_beside(value: Any) -> TREE:
 def _is_own(names: TREE) -> bool:
     """Whether the names are those of a file that is no part of an installed package."""
     file = Path(names.get("__file__") or "")
-    of_others = user_file.is_installed(file) or package_of(names.get("__name__") or "") in NOT_OWN
-    return not of_others and file.is_file()
+    of_others = user_file.is_installed(file) or any(map(_has_packages, file.parents))
+    return not of_others and package_of(names.get("__name__") or "") not in NOT_OWN and file.is_file()
+
+
+@functools.cache
+def _has_packages(folder: Path) -> bool:
+    """Whether packages are installed in a folder, as by pip's --target."""
+    return next(folder.glob("*.dist-info"), None) is not None
 
 
 def _files(classes: Iterable[type]) -> dict[str, TREE]:

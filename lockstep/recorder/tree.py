@@ -34,7 +34,8 @@ from lockstep.recorder.wrapped import clean
 # it has put hooks on the modules, so it will put them on those of the model that is built again.
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
 OF_WRAPPERS = "__composable_api"  # of FSDP2, replicate and checkpoint: what they hold of a module they wrap
-PACKAGES = {
+CONFIGURATIONS = {"addict", "easydict", "ml_collections", "omegaconf", "yacs"}
+PACKAGES = CONFIGURATIONS | {
     "argparse",
     "builtins",
     "collections",
@@ -287,7 +288,7 @@ class Describing:
         return {"attribute": clean(where)}
 
     def _object(self, value: object, where: str) -> TREE:
-        """An object of a class with attributes alone, such as a config. One that stands in several places stays one."""
+        """An object of a class with attributes, and perhaps items, such as a config. One that stands in several places stays one."""
         if id(value) in self.objects:
             return {"same": self.objects[id(value)]}
         kind = type(value)
@@ -298,7 +299,12 @@ class Describing:
             raise Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.objects)
         self.kept.append(value)
-        return {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+        about = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+        if isinstance(value, dict):
+            about["items"] = [self._all(pair, f"{where}.{key}") for key, pair in enumerate(dict.items(value))]
+        elif isinstance(value, list):
+            about["elements"] = self._all(list.__iter__(value), where)
+        return about
 
 
 def _calls_others(forward: Any, module: torch.nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them,
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives,
                                "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
@@ -49,6 +49,7 @@ class Loaders:
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+        self.given = set[int]()  # the ranks whose samples DistributedSamplers give
         self.with_replacement = False
         self.orders: list[dict[str, int]] = []
         self.sources: list[
@@ -66,6 +67,7 @@ class Loaders:
             about = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
             self.orders.append({**about, "calls": len(self.sources)})
         self.replicas.add(sampler.num_replicas)
+        self.given.add(sampler.rank)
 
     def _see_batches(self) -> Undo:
         real = _BaseDataLoaderIter.__next__
@@ -174,6 +176,7 @@ class WholeRun:
                 "data_sets": sorted(self.loaders.data_sets),
                 "shuffled": self.loaders.shuffled,
                 "replicas": sorted(self.loaders.replicas),
+                "given": sorted(self.loaders.given),
                 "orders": self.loaders.orders,
                 "sources": self.loaders.sources,
                 "with_replacement": self.loaders.with_replacement,

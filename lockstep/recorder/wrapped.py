@@ -7,10 +7,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of DDP, an engine, torch.compile and Lightning's Fabric."""
+    """The model inside of DDP, an engine, torch.compile, checkpointing and Lightning's Fabric."""
     while True:
         model = model._modules.get("_original_module") or model
-        for name in ("_orig_mod", "module"):
+        for name in ("_orig_mod", "_checkpoint_wrapped_module", "module"):
             child = model._modules.get(name)
             if child is not None and len(model._modules) == 1 and not model._parameters:
                 model = child

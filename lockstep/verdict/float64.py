@@ -44,16 +44,17 @@ class Taken:
 
 
 class Entropy(NamedTuple):
-    """A call of cross_entropy."""
+    """A call of cross_entropy, or of nll_loss: logarithms of probabilities are logits, too."""
 
     logits: torch.Tensor  # (tokens, V)
     targets: torch.Tensor  # (tokens), -1 where none
 
     @classmethod
-    def of(cls, logits: torch.Tensor, targets: torch.Tensor, *others: Any, **named: Any) -> "Entropy":
+    def of(cls, *arguments: Any, **named: Any) -> "Entropy":
         """Of its arguments."""
-        given = inspect.signature(F.cross_entropy).bind(logits, targets, *others, **named)
+        given = inspect.signature(F.cross_entropy).bind(*arguments, **named)
         given.apply_defaults()
+        logits, targets = given.arguments["input"], given.arguments["target"]
         batch = logits.detach() if logits.ndim > 1 else logits.detach()[None]
         rows = batch.movedim(1, -1).flatten(0, -2)
         if targets.is_floating_point():
@@ -104,7 +105,7 @@ class Told(CountsTopk):
                 result = draws.dropped(self.kept_of, self.dropouts, args, kwargs)
                 self.dropouts += result is not None
                 return function(*args, **kwargs) if result is None else result
-        if function is F.cross_entropy and self.entropies is not None:
+        if function in (F.cross_entropy, F.nll_loss) and self.entropies is not None:
             self.entropies.append(Entropy.of(*args, **kwargs))
         inside: dict[Function, Function] = {F.gumbel_softmax: draws.GUMBEL_SOFTMAX}
         if self.kept_of is not None:
