@@ -25,6 +25,7 @@ import torch
 
 from lockstep.ground import origin, user_file
 from lockstep.recorder.tree import (
+    MAIN,
     PACKAGES,
     TREE,
     Describing,
@@ -53,7 +54,7 @@ def describe(model: torch.nn.Module) -> TREE:
     read |= {name: ONE_PROCESS[name] for name in ONE_PROCESS.keys() & read}
     return {
         "environment": {name: text for name, text in read.items() if _is_public(name, text)},
-        "globals": {name: _plain(one) for name, one in files.items() if name != "__main__"},
+        "globals": {name: _plain(one) for name, one in files.items() if name not in MAIN},
         "classes": {name: _plain(vars(kind)) for name, kind in classes.items()},
     }
 
@@ -101,7 +102,7 @@ def _name(kind: type) -> str:
 
 def _names_beside(value: Any) -> TREE:
     """The names of the file that a class or function is of."""
-    if value.__module__ == "__main__":
+    if value.__module__ in MAIN:
         return globals_of(value)
     return vars(sys.modules[value.__module__]) if value.__module__ in sys.modules else {}
 

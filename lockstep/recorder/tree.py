@@ -46,6 +46,7 @@ PACKAGES = CONFIGURATIONS | {
     "types",
     "typing",
 }  # whose functions and classes a tree may name, beside the model's own
+MAIN = {"__main__", "__mp_main__"}  # the script that runs, and the same in a process that it spawned
 PLAIN = (type(None), bool, int, str)
 SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
 TREE = dict[str, Any]
@@ -156,7 +157,7 @@ class Describing:
         own = {
             one.__name__
             for one in (self.kind, *main.values())
-            if isinstance(one, type) and issubclass(one, kinds) and one.__module__ == "__main__"
+            if isinstance(one, type) and issubclass(one, kinds) and one.__module__ in MAIN
         }
         path = script_of(main)
         own |= self.read_of_script
@@ -247,7 +248,7 @@ class Describing:
             raise Unnamed(str(error)) from error
         finally:
             self.inside.remove(id(function))
-        if function.__module__ == "__main__":
+        if function.__module__ in MAIN:
             self.read_of_script |= {*names_of(function.__code__)}
         return {"function": name_of(function).partition(":")[0], **about}
 
@@ -347,7 +348,7 @@ def package_of(name: str) -> str:
 
 def name_of(value: Any) -> str:
     """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
-    module = str(script_of(globals_of(value))) if value.__module__ == "__main__" else value.__module__
+    module = str(script_of(globals_of(value))) if value.__module__ in MAIN else value.__module__
     return f"{module}:{_path(value)}"
 
 
@@ -368,13 +369,13 @@ def globals_of(value: Any) -> TREE:
     if value.__name__ in own:
         return own
     found = (getattr(one, "__globals__", {}) for one in (value, *getattr(value, "__dict__", {}).values()))
-    return next((one for one in found if one.get("__name__") == "__main__"), own)
+    return next((one for one in found if one.get("__name__") in MAIN), own)
 
 
 def named(value: Any) -> Any:
     """What a file has under a class's or function's own name, or None."""
     names = globals_of(value)
-    if value.__module__ == "__main__" and not script_of(names).is_file():
+    if value.__module__ in MAIN and not script_of(names).is_file():
         return None
     if names is not vars(sys.modules["__main__"]):
         return None if "<locals>" in value.__qualname__ else value
