@@ -160,7 +160,7 @@ class _Pair:
             named = self.steps[0].named
             mean = f"; here it is that of {named.weighting.label}" if named else ""
             times = f"; as a whole it is {products / squares:.6g} times as large" if squares else ""
-            why = f"; {model}" if model else ""
+            why = f"; of the model, {model}" if model else ""
             yield f"with the same weights, samples and settings, the gradient is another: {_listed(off)}{times}{mean}{why}"
         elif model:
             self.notes.append(f"{model}, and the first gradient is the same")

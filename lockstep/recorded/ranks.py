@@ -322,6 +322,24 @@ class Ranks:
                 self.verdict.wrong.append(f"{said} alone (micro batch {number})")
                 return
 
+    def note_draws(self) -> None:
+        """Ranks whose generators have the same state draw the same random numbers for different samples."""
+        drawn = {
+            one.ranks[0]: one.random
+            for one in self.micro
+            if one.random is not None and one.number == 0 and one.piece is None
+        }
+        same = (
+            (one, other)
+            for one, other in itertools.combinations(drawn, 2)
+            if torch.equal(drawn[one], drawn[other])
+        )
+        pair = next(same, None) if self.verdict.step == 1 else None
+        if pair is not None:
+            self.verdict.notes.append(
+                f"ranks {pair[0]} and {pair[1]} draw the same random numbers, such as for dropout, since their generators have the same state"
+            )
+
     def untied(self, weights: Gradients) -> bool:
         """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
         model = self.recording.skeleton

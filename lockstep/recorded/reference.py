@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,8 @@ class Reference(Model):
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-            why = "; its forward pass communicates, which one process cannot" * (
-                "process group" in str(error)
-            )
             said = str(error)
+            why = "; its forward pass communicates, which one process cannot" * _communicates(error)
             left_out = sorted(  # first what the error names
                 self.recording.tree.get("left_out", []),
                 key=lambda one: one.partition(":")[0].rpartition(".")[2] not in said,
@@ -300,6 +299,12 @@ class Reference(Model):
     def _leave_backward_out(self) -> None:
         for name in [name for name in self.modules if name.startswith("backward/")]:
             del self.modules[name]
+
+
+def _communicates(error: Exception) -> bool:
+    """Whether this was raised where ranks communicate, or by code that looks for its process group."""
+    of_torch = any("/torch/distributed/" in one.filename for one in traceback.extract_tb(error.__traceback__))
+    return of_torch or "process group" in str(error).replace("_", " ")
 
 
 def _require_labels_of_piece(called: Called) -> None:

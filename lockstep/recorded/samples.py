@@ -26,9 +26,8 @@ def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
             if odd:
                 yield f"the samples are the same, and {and_more(odd)} of them not"
             return
-    same, times = sum((known & known_there).values()), _times(known, known_there)
-    which = f"each of them {times} times" if times else f"{same} are the same"
-    yield f"{len(here)} samples are trained on, and {len(there)} there; {which}"
+    same = (known & known_there).total()
+    yield f"{len(here)} samples are trained on, and {len(there)} there; {same} are the same"
 
 
 def _is_label(name: str) -> bool:
@@ -72,9 +71,3 @@ def _hash(row: torch.Tensor) -> int:
 
 def _counted(rows: list[Row], *names: str) -> Counter[tuple[int | None, ...]]:
     return Counter(tuple(row.get(name) for name in names) for row in rows)
-
-
-def _times(own: Counter, other: Counter) -> int:
-    """How many times as often each sample comes; 0 if not each does, or not more often."""
-    times = {own[one] / other[one] for one in other} if own.keys() == other.keys() else {0.0}
-    return int(max(times)) if len(times) == 1 and max(times) > 1 else 0

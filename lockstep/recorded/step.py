@@ -162,6 +162,7 @@ class _Step:
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
         ranks.judge_modes()
+        ranks.note_draws()
         if (
             ranks.untied(weights)
             or ranks.frozen_apart()

@@ -131,7 +131,9 @@ class Weighed:
         if named.weighting is not candidates[0]:
             counts = candidates[0].weights / named.weighting.weights
             verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
-        return torch.cat([known * named.factor, of_terms])
+        # Gradients that all but cancel may take a measured weight away from what it is.
+        exact = right and by_hand == 1 and not uncertain and not verdict.lowered
+        return torch.cat([known if exact else known * named.factor, of_terms])
 
     def _mean_of_some(self, candidates: list[Weighting]) -> torch.Tensor | None:
         """The weights of the losses in a known mean that some gradients are of: what is wrong is then wrong with the others alone."""

@@ -138,7 +138,7 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
-    if multiple[place] <= 1:
+    if not multiple[place] > 1:
         return Factor(
             one.name, one.shape, one.parts[place], 0.0, float(tolerated[place]), one.where, one.rank
         )
@@ -175,7 +175,7 @@ def _with_neighbours(one: Projections, place: int, tolerated: np.ndarray) -> Par
 
 
 def is_unknown(one: Projections) -> np.ndarray:
-    return (one.freedom < FEWEST) & (one.errors > 0)
+    return one.freedom < FEWEST
 
 
 def ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.ndarray:

@@ -1,11 +1,13 @@
 """Loops as people write them, in one process: what is wrong in them is found, and what is right passes."""
 
 import contextlib
+import copy
 import os
 
 import pytest
 import torch
 from scripts import TRAINS
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
@@ -290,6 +292,254 @@ def test_an_evaluation_whose_sampler_shuffles_has_no_epochs(tmp_path, capsys, to
                         model.eval()(x)
                 model.train()
     assert verdict(tmp_path, capsys)[0] == int(not told)
+
+
+def negative_logarithm(logits, targets):
+    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), -1), targets.flatten())
+
+
+@pytest.mark.parametrize("ahead, status", [(1, 0), (0, 1)])
+def test_labels_of_a_negative_logarithm(tmp_path, capsys, ahead, status):
+    torch.manual_seed(0)
+    trained(tmp_path, LM(negative_logarithm), drawn(ahead=ahead))
+    found, out = verdict(tmp_path, capsys)
+    assert found == status and f"{4 * LENGTH} tokens" in out
+    assert ("labels are not shifted" in out) == (ahead == 0)
+
+
+class TakesItsTokens(LM):
+    def forward(self, ids, targets):
+        return super().forward(ids, ids)
+
+
+def test_a_loss_that_takes_the_tokens_for_the_labels(tmp_path, capsys):
+    torch.manual_seed(0)
+    trained(tmp_path, TakesItsTokens(), drawn())
+    found, out = verdict(tmp_path, capsys)
+    assert found == 1 and "labels are not shifted" in out
+
+
+class Sequence(torch.nn.Module):
+    """Averages what it sees: all tokens up to each, or all."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+        self.causal = causal
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        seen = x.cumsum(1) if self.causal else x.sum(1, keepdim=True) + x
+        return self.head(F.gelu(seen))
+
+
+ORDERS = {
+    "next": (lambda ids: ids[:, 1:], True, 0),
+    "other rows": (lambda ids: ids[:, 1:].roll(1, 0), True, 1),
+    "columns for rows": (lambda ids: ids[:, 1:].T, True, 1),
+    "others": (lambda ids: torch.randint(0, 100, (4, LENGTH)), True, 0),  # such as classes
+    "backwards": (lambda ids: ids[:, :-1].flip(1), False, 0),  # which a model that sees all may learn
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_labels_in_another_order_than_the_tokens(tmp_path, capsys, order):
+    torch.manual_seed(0)
+    labels_of, causal, status = ORDERS[order]
+    with recorded(tmp_path, lambda: Sequence(causal)) as (model, optimizer):
+        for _ in range(2):
+            ids = torch.randint(0, 100, (4, LENGTH + 1))
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), labels_of(ids).flatten()).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == status and ("these tokens in another order" in out) == (status == 1), out
+
+
+def test_a_pass_without_autocast_that_is_thrown_away(tmp_path, capsys):
+    with recorded(tmp_path, LM) as (model, optimizer):
+        model(*drawn()[0][0]).backward()
+        for step in drawn(number=2, steps=3):
+            optimizer.zero_grad()
+            for ids, labels in step:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(ids, labels) / 2
+                loss.backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and "count for nothing" in out
+
+
+class Adversaries(torch.nn.Module):
+    """A generator and what judges it, in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.judged = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x, turn):
+        y = self.made(x)
+        if turn == 0:
+            return (y - x).square().mean() - self.judged(y).mean()
+        return (1 - self.judged(x)).relu().mean() + (1 + self.judged(y.detach())).relu().mean()
+
+
+@pytest.mark.parametrize("kind", ["", "zeroed", "frozen", "one missing", "late"])
+def test_two_optimizers_that_take_turns(tmp_path, capsys, kind):
+    torch.manual_seed(0)
+    model = Adversaries()
+    parts = [model.made, model.judged]
+    optimizers = [torch.optim.Adam(part.parameters(), 1e-2) for part in parts]
+    if kind == "one missing":
+        optimizers[1] = torch.optim.Adam([model.judged.weight], 1e-2)
+    with lockstep.record(model, tmp_path):
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            for turn, optimizer in enumerate(optimizers):
+                if kind == "frozen":
+                    parts[1 - turn].requires_grad_(False)
+                if kind == "zeroed":
+                    model.zero_grad()
+                if kind != "late":
+                    optimizer.zero_grad()
+                model(x, turn).backward()
+                optimizer.step()
+                model.requires_grad_()
+    found, out = verdict(tmp_path, capsys)
+    wrong = {
+        "one missing": "no optimizer holds judged.bias, with a gradient",
+        "late": "the gradient has 1 times that of step 1 in it: it was not set to zero",
+    }
+    assert found == (kind in wrong) and wrong.get(kind, "") in out, out
+
+
+class CallsItself(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(4, 4)
+
+    def forward(self, x, y=None):
+        return self.inside(x) if y is None else (self(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_model_that_calls_itself(tmp_path, capsys, times):
+    with recorded(tmp_path, CallsItself) as (model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (times * model(torch.randn(2, 4), torch.randn(2, 4))).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == times - 1 and "whole run: 3 steps, 6 samples" in out
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x, weight=1.0):
+        return self.head(self.inside(x)).square().mean() * weight
+
+
+@pytest.mark.parametrize("kind, status", [("adapter", 0), ("patch", 1)])
+def test_a_function_that_a_module_is_given_as_forward(tmp_path, capsys, kind, status):
+    """One that knows another module is an adapter; any other is a patch, and not what the module's class says."""
+
+    def make():
+        model = Adapted()
+        inside, before = model.inside, model.inside.forward
+        inside.low_rank = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Linear(2, 8))
+        if kind == "adapter":
+            inside.forward = lambda x, before=before, other=inside.low_rank: before(x) + other(x)
+        else:
+            inside.forward = lambda x: 1.01 * before(x)
+        return model
+
+    with recorded(tmp_path, make) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == status, out
+
+
+class Options(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Sizes(list):
+    unit = 1.0
+
+
+class Configured(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.options, self.sizes = Options(scale=2.0, inside=Options(shift=0.5)), Sizes([1.0, 0.5])
+        self.inside = torch.nn.Linear(8, 8)
+
+    def train(self, mode):  # without a default, and returns nothing
+        super().train(mode)
+
+    def forward(self, x):
+        for size in self.sizes:
+            x = x + self.inside(x) * size * self.sizes.unit
+        return x.square().mean() * self.options.scale + self.options.inside.shift
+
+
+def test_configurations_that_are_dicts_and_lists_of_their_own_classes(tmp_path, capsys):
+    with recorded(tmp_path, Configured) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0, out
+
+
+def test_a_step_whose_loss_is_zero(tmp_path, capsys):
+    """As before a term begins to count."""
+    with recorded(tmp_path, Adapted) as (model, optimizer):
+        for weight in (1.0, 0.0):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8), weight).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and "step 2 is not judged: its loss and its gradient are 0" in out
+
+
+class Task(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16))
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    def forward(self, x):
+        return self.model(x).square().mean() + self.model(x).mean()
+
+
+@pytest.mark.parametrize("decay, end", [(0.9998, "0.0002 to 0.0002"), (0.9, "0.1 to 0.1")])
+def test_an_average_that_moves_slowly(tmp_path, capsys, decay, end):
+    with recorded(tmp_path, Task) as (model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(model.average.parameters(), model.model.parameters(), strict=True):
+                    one.lerp_(other, 1 - decay)
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0 and f"moved by {end} of the way to trained weights" in out, out
+
+
+def test_a_model_in_a_checkpoint_wrapper(tmp_path, capsys):
+    with recorded(tmp_path, lambda: checkpoint_wrapper(Adapted())) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+    assert verdict(tmp_path, capsys)[0] == 0
 
 
 NET = """

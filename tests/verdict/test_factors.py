@@ -145,6 +145,20 @@ def test_few_elements_say_nothing():
     assert not found(right * 2, right, right)
 
 
+def test_one_number_many_times_says_nothing():
+    """Columns of the gradient of a sum, and slices of a convolution's of which one element is not zero."""
+    right = torch.randn(16, dtype=torch.float64).expand(64, 16).clone()
+    own = right.clone()
+    own[:, 7] *= 1 + 1e-5
+    assert not found(own, right, right)
+    slices = torch.zeros(32, 49, dtype=torch.float64)
+    slices[:, 24] = right[0].repeat(2)
+    own = slices + noise("element", slices)
+    own[7] *= 1 + 1e-5
+    assert not found(own, slices, slices)
+    assert found((1 + 1e-3) * own, slices, slices)  # negative control
+
+
 def test_tensors_on_disk_are_the_same(tmp_path):
     tensors = {
         "a": torch.randn(3, 5),
