@@ -1,0 +1,162 @@
+"""A run is held against one process on the same samples: --against finds what only a second run shows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+from lockstep import judge
+
+SAMPLES, LENGTH, VOCABULARY, STEPS = 8, 12, 64, 4
+
+
+class LM(torch.nn.Module):
+    def __init__(self, eps=1e-5, dropout=0.0):
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(VOCABULARY, 32), torch.nn.LayerNorm(32, eps=eps)
+        self.inside, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, VOCABULARY)
+        self.dropout, self.ranks = torch.nn.Dropout(dropout), 1
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        x = self.norm(self.embedding(input_ids))
+        x = self.head(x + self.dropout(F.gelu(self.inside(x))))
+        return F.cross_entropy(x.flatten(0, 1), labels.flatten()), x
+
+
+def batches(kind):
+    draws = torch.Generator().manual_seed(5)
+    for number in range(STEPS):
+        ids = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=draws)
+        if kind == "samples" or (kind == "samples of step 3" and number == 2):
+            ids = ids.flip(1)
+        ids, labels = ids[:, :-1], ids[:, 1:].clone()
+        lengths = torch.arange(SAMPLES) % 4 + 9
+        padding = torch.arange(LENGTH) >= lengths[:, None]
+        labels[padding] = -100
+        if kind == "mask":
+            padding = padding.roll(1, 1)
+        yield ids, labels, (~padding).long()
+
+
+def train(folder, kind="", world=1, rank=0):
+    """`kind` is what is not as it should be, if anything."""
+    torch.manual_seed(kind == "seed")
+    model = LM(1e-3 if kind == "eps" else 1e-5, 0.1 if kind == "dropout" else 0.0)
+    model.ranks = world
+    if kind == "frozen":
+        model.norm.bias.requires_grad = False
+    decayed = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim < 2 and one.requires_grad]
+    decay = 0.1 if kind == "decay" else 0.0
+    optimizer = (torch.optim.Adam if kind == "Adam" else torch.optim.AdamW)(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": decay}],
+        lr=2e-3 if kind == "rate" else 1e-3,
+        betas=(0.9, 0.95 if kind == "beta" else 0.999),
+    )
+    with lockstep.record(model, folder):
+        wrapped = DistributedDataParallel(model) if world > 1 else model
+        for number, batch in enumerate(batches(kind)):
+            own = slice(rank, None, world)
+            for micro in zip(*(one[own].split(SAMPLES // 2 // world) for one in batch), strict=True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    loss, logits = wrapped(*micro)
+                # The mean over the tokens of all ranks and micro batches; or each micro batch alike
+                counted = (batch[1] != -100).sum()
+                total = F.cross_entropy(logits.float().flatten(0, 1), micro[1].flatten(), reduction="sum")
+                (loss / 2 if kind == "mean" else total * world / counted).backward()
+            if kind == "clip":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if kind == "later rate" and number == 2:
+                optimizer.param_groups[0]["lr"] *= 3
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_ranks(folder, kind):
+    train(folder, kind, dist.get_world_size(), dist.get_rank())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(folder)
+    return folder
+
+
+def verdict(folder, other, capsys):
+    status = judge.main([str(folder), "--against", str(other)])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["", "mean"])
+def test_two_ranks_against_one_process(tmp_path, capsys, one_process, kind):
+    run_ranks(2, "recorded.test_against:two_ranks", tmp_path / "run", kind)
+    status, out = verdict(tmp_path / "run", one_process, capsys)
+    if kind:
+        assert status == 1 and "the gradient is another: " in out
+        assert "here it is that of the mean of the ranks' token means" in out
+    else:
+        assert status == 0, out
+        assert "the same weights, samples and settings in 2 steps; the first gradient differs by " in out
+        assert "ranks is 2, and 1 there, and the first gradient is the same" in out
+
+
+WRONG = {
+    "seed": "step 1 is of another training: it begins with other weights: embedding.weight by a relative ",
+    "samples": "step 1 is of another training: 8 samples are trained on, and 8 there; 0 are the same",
+    "samples of step 3": "step 3 is of another training: other samples",
+    "mask": "step 1 is of another training: the samples are the same, and attention_mask of them not",
+    "rate": "step 1 is of another training: lr is 0.002, and 0.001 there",
+    "later rate": "step 3 is of another training: the learning rate is 0.001, 0.003, and 0.001 there",
+    "beta": "step 1 is of another training: betas is (0.9, 0.95), and (0.9, 0.999) there",
+    "decay": "weight_decay of head.bias and 3 more is 0.1, and 0.0 there",
+    "Adam": "the optimizer is Adam, and AdamW there",
+    "clip": "step 1 is of another training: gradients are clipped to 0.1, and to no bound there",
+    "eps": "norm.eps is 0.001, and 1e-05 there",
+    "frozen": "step 1 is of another training: norm.bias is frozen here alone",
+    "autocast": "the model is computed in bfloat16, and in float32 there",
+    "dropout": "dropout.p is 0.1, and 0.0 there",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_only_a_second_run_shows(tmp_path, capsys, one_process, kind):
+    train(tmp_path / "run", kind)
+    assert judge.main([str(tmp_path / "run")]) == 0  # by itself
+    status, out = verdict(tmp_path / "run", one_process, capsys)
+    assert status == 1 and f"FAIL: against {one_process}, " in out and WRONG[kind] in out
+
+
+def test_padding_of_samples_may_differ(tmp_path, capsys, one_process):
+    """Each micro batch is cut to its longest sample."""
+    torch.manual_seed(0)
+    model = LM()
+    model.ranks = 1
+    decayed = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    with lockstep.record(model, tmp_path):
+        for ids, labels, mask in batches(""):
+            order = mask.sum(1).argsort()
+            for rows in order.split(SAMPLES // 2):
+                longest = int(mask[rows].sum(1).max())
+                loss, _ = model(*(one[rows, :longest] for one in (ids, labels, mask)))
+                (loss * (labels[rows] != -100).sum() / (labels != -100).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    status, out = verdict(tmp_path, one_process, capsys)
+    assert status == 0, out
+
+
+def test_a_recording_of_another_model_is_refused(tmp_path, capsys, one_process):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lockstep.record(model, tmp_path):
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert judge.main([str(tmp_path), "--against", str(one_process)]) == 2
+    assert "has another model: weight is [2, 4] here and missing there" in capsys.readouterr().err
