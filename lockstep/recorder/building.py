@@ -256,7 +256,18 @@ def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[s
     for name, value in values.items():
         module, _, key = name.rpartition(":")
         if module in modules:
-            modules[module].__dict__[key] = building.value(value)
+            _set(modules[module].__dict__, key, building.value(value))
+
+
+def _set(names: dict[str, Any], key: str, value: Any) -> None:
+    """An attribute; OBJECT.KEY is an attribute, or else an item, of an object that is one."""
+    first, _, inside = key.partition(".")
+    if not inside:
+        names[key] = value
+    elif inside in getattr(names[first], "__dict__", {}):
+        names[first].__dict__[inside] = value
+    else:
+        dict.__setitem__(names[first], inside, value)
 
 
 def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

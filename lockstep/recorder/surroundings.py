@@ -26,6 +26,7 @@ import torch
 from lockstep.ground import origin, user_file
 from lockstep.recorder.tree import (
     MAIN,
+    OF_PROCESSES,
     PACKAGES,
     TREE,
     Describing,
@@ -39,7 +40,6 @@ from lockstep.recorder.tree import (
 NOT_OWN = {*PACKAGES, "lockstep", "transformers"}  # wherever they are
 # What a launcher says is so of the judge, which is one process.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")
 DEPTH = 2  # of objects inside of objects
 MOST = 1000  # elements or characters of a value: more is data
 PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict, torch.dtype)

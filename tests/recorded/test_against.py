@@ -160,3 +160,24 @@ def test_a_recording_of_another_model_is_refused(tmp_path, capsys, one_process):
         optimizer.step()
     assert judge.main([str(tmp_path), "--against", str(one_process)]) == 2
     assert "has another model: weight is [2, 4] here and missing there" in capsys.readouterr().err
+
+
+def drops(folder, seed_of_rank):
+    torch.manual_seed(0)
+    model = LM(dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, folder):
+        wrapped, rank = DistributedDataParallel(model), dist.get_rank()
+        torch.manual_seed(1 + rank * seed_of_rank)
+        for batch in batches(""):
+            optimizer.zero_grad()
+            wrapped(*(one[rank::2] for one in batch))[0].backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("seed_of_rank", [0, 1])
+def test_ranks_that_draw_the_same_numbers_are_noted(tmp_path, capsys, seed_of_rank):
+    run_ranks(2, "recorded.test_against:drops", tmp_path / "run", seed_of_rank)
+    assert judge.main([str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ranks 0 and 1 draw the same random numbers") == (seed_of_rank == 0)

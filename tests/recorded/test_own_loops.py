@@ -1,5 +1,6 @@
 """Loops as people write them, in one process: what is wrong in them is found, and what is right passes."""
 
+import argparse
 import contextlib
 import copy
 import os
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 import lockstep
 from lockstep import judge, record
+from lockstep.recorder.recording import Recording
 
 VOCABULARY, LENGTH = 50, 16
 
@@ -496,6 +498,41 @@ def test_configurations_that_are_dicts_and_lists_of_their_own_classes(tmp_path, 
             optimizer.step()
     found, out = verdict(tmp_path, capsys)
     assert found == 0, out
+
+
+class Temperature:
+    def __init__(self):
+        self.tau, self.local_rank = 1.0, 3
+
+
+class Annealed(torch.nn.Module):
+    """Two modules have one configuration, which the loop changes."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.options, self.inside, self.head = options, torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.head.options = options
+
+    def forward(self, x):
+        return self.head(self.inside(x).tanh() / self.options.tau).square().mean() * self.head.options.tau
+
+
+@pytest.mark.parametrize("make", [Temperature, lambda: argparse.Namespace(tau=1.0), lambda: Options(tau=1.0)])
+def test_a_configuration_that_the_loop_changes(tmp_path, capsys, make):
+    options = make()
+    with recorded(tmp_path, lambda: Annealed(options)) as (model, optimizer):
+        for step in range(3):
+            if isinstance(options, dict):
+                options["tau"] = 1 / (step + 1)
+            else:
+                options.tau = 1 / (step + 1)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == 0, out
+    attributes = Recording(tmp_path).steps[1][0].micro_batches[0].attributes
+    assert attributes == {":options.tau": 0.5}
 
 
 def test_a_step_whose_loss_is_zero(tmp_path, capsys):

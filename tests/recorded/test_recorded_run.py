@@ -133,6 +133,30 @@ def test_samples_are_divided_among_the_ranks(replicas):
     assert said == [True] * (replicas in ([1], [4]))
 
 
+@pytest.mark.parametrize("given, cut, wrong", [((0, 1), (), 0), ((0, 0), (), 1), ((0, 0), [(0, 1)], 0)])
+def test_a_sampler_gives_each_rank_its_own_samples(given, cut, wrong):
+    """Augmented, the same ones look different. Pieces of one sample are of one rank."""
+    made = Made(epochs(1), replicas=[2])
+    for rank, of_rank in enumerate(given):
+        made.runs[rank] = [one.model_copy(update={"given": [of_rank]}) for one in made.runs[rank]]
+    verdict = recorded_run.judge([made], with_replacement=False, cut=cut)
+    said = "a DistributedSampler gives ranks 0 and 1 the samples of rank 0"
+    assert (said in verdict.wrong) == wrong
+
+
+@pytest.mark.parametrize("optimizers, wrong", [([0, 1], 0), ([0, 0], 1), ([], 1)])
+def test_a_batch_that_two_optimizers_are_given_in_turn(optimizers, wrong):
+    made = Made([step for step in epochs(1) for _ in range(2)])
+    made.runs = [
+        [
+            one.model_copy(update={"optimizers": optimizers[number % 2 :][:1]})
+            for number, one in enumerate(steps)
+        ]
+        for steps in made.runs
+    ]
+    assert len(judged(made).wrong) == wrong
+
+
 def test_a_learning_rate_of_one_rank():
     made = Made(epochs(1), rates=[0.1, 0.2])
     assert judged(made).wrong == []
