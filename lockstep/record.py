@@ -8,6 +8,7 @@ around the loop does the same. `python -m lockstep.judge runs/mine` then judges 
 """
 
 import argparse
+import multiprocessing
 import runpy
 import sys
 import time
@@ -70,6 +71,8 @@ def _run(script: Path, arguments: list[str], finding: "Finding", output: Path) -
     status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
+        for process in multiprocessing.active_children() if finding.started else ():
+            process.join()  # as Python does at its end
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except UserError:

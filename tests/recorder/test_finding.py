@@ -41,9 +41,7 @@ if __name__ == "__main__":
         start = functools.partial(mp.get_context("fork").Process, target=train)
         processes = [start(args=(rank, 1)) for rank in range(2)]
         for one in processes:
-            one.start()
-        for one in processes:
-            one.join()
+            one.start()  # Python waits for them at its end
     else:
         mp.spawn(train, args=(2 if kind == "twice" else 1,), nprocs=2)
 """
