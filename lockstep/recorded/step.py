@@ -341,7 +341,7 @@ class _Step:
             self.verdict.notes.append(
                 f"nothing that was trained depends on {and_more(unused)}: without a gradient"
             )
-        for name in weights.keys() - waiting:
+        for name in (one for one in weights if one not in waiting):
             holders = self.recording.holders(self.verdict.step).get(name, self.ranks)
             without = [
                 rank

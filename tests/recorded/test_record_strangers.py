@@ -210,7 +210,7 @@ WRONG = {
 REFUSED = {
     "OwnExperts": "ranks 0 and 1 have different parameters, such as experts.0.bias: neither has the whole model, which one process would need",
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
-    "Zeros": "nothing but zeros arrives at what the model returned in the recorded steps",
+    "Zeros": "no gradient other than zero arises in the recorded steps",
     "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
     "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
     "Complex": "weight is complex",
