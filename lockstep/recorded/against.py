@@ -23,7 +23,6 @@ from lockstep.verdict.rows import StepVerdict, Wrong
 
 # Entries of an optimizer's group that say how it computes, not what
 HOW = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "adam_w_mode"}
-ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}  # a setting says which of the two it is
 SINGLE = 1e-6  # relative: settings may be kept in float32
 BOTH = 2  # runs, each of which may be as far from the reference as is tolerated of one
 SHOWN = 3  # values of a model
@@ -245,11 +244,12 @@ def _settings_of(ranks: dict[int, Step]) -> dict[str, dict[str, Any]]:
 
 
 def _name_of(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    """Of its class. Whether Adam decays weights apart is a setting, also in kernels of Adam with other names."""
     name = optimizer.kind.rpartition(":")[2]
-    if name not in ADAMS:
+    if name not in ("Adam", "AdamW") and "adam_w_mode" not in group:
         return name
-    decoupled = group.get("decoupled_weight_decay", group.get("adam_w_mode", name == "AdamW"))
-    return "AdamW" if decoupled else "Adam"
+    apart = group.get("decoupled_weight_decay", group.get("adam_w_mode", name == "AdamW"))
+    return "AdamW" if apart else "Adam"
 
 
 def _clips(ranks: list[dict[int, Step]]) -> Iterator[str]:
