@@ -16,12 +16,13 @@ from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError
 from lockstep.inputs.weights import perturbed
 from lockstep.recorded.streamed import Context, Streamed
-from lockstep.recorder import building, tree
+from lockstep.recorder import building
 from lockstep.recorder.called import Called
 from lockstep.recorder.kept import generators, restore_generators
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
+from lockstep.recorder.state import state_of
 from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
 from lockstep.verdict.computed import Passes
 from lockstep.verdict.float64 import Float32, Float64, Place, Told, make_exact
@@ -59,7 +60,7 @@ class Model(Passes):
         for module in self.model.modules():
             if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
                 vars(module).update(gradient_checkpointing=False)
-        self.state = tree.state_of(self.model)
+        self.state = state_of(self.model)
         self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
         own = Lazy(weights, self._own)
         units = Streamed(self.model, own, self._again) if streamed else None

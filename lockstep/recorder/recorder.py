@@ -45,13 +45,13 @@ from lockstep.recorder import (
     parallelism,
     patches,
     surroundings,
-    tree,
     wrapped,
 )
 from lockstep.recorder.kept import digest_of, generators, is_channels_last
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
 from lockstep.recorder.optimizers import PLAIN
+from lockstep.recorder.state import state_of
 from lockstep.recorder.step import harmless
 from lockstep.recorder.updates import Updates
 from lockstep.recorder.whole_run import Loaders, WholeRun
@@ -180,7 +180,7 @@ class Recorder(Updates):
                 self.surroundings = surroundings.describe(self.model)
             own = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(one) for name, one in own.items() if not one.requires_grad}
-        state = tree.state_of(self.model).items()
+        state = state_of(self.model).items()
         changed = {name: one for name, one in state if self.attributes.get(name) != one[0]}
         of_state = [pair for _, tensors in changed.values() for pair in tensors.items()]
         for name, buffer in [*self.model.named_buffers(), *of_state]:

@@ -25,6 +25,7 @@ from lockstep.recorder.kept import Kept, copied
 from lockstep.recorder.module_hooks import ModuleHooks
 from lockstep.recorder.plain_shards import PlainShards
 from lockstep.recorder.recorded_step import FORMAT
+from lockstep.recorder.state import state_of
 from lockstep.recorder.whole_run import WholeRun
 
 
@@ -61,7 +62,7 @@ class Recorded:
         self.tree, self.tensors = tree.describe(self.model)
         self.surroundings: tree.TREE = {}
         self.plain_shards = PlainShards(self.model)
-        self.attributes = {name: value for name, (value, _) in tree.state_of(self.model).items()}
+        self.attributes = {name: value for name, (value, _) in state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are

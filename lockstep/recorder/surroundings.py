@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from lockstep.ground import origin, user_file
+from lockstep.recorder.state import OF_PROCESSES
 from lockstep.recorder.tree import (
     MAIN,
-    OF_PROCESSES,
     PACKAGES,
     TREE,
     Describing,

@@ -11,7 +11,6 @@ import enum
 import functools
 import importlib
 import math
-import re
 import sys
 import types
 import typing
@@ -27,7 +26,6 @@ from torch.nn.utils import parametrize
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.recorder import deepspeed_layers, divided, functions, quantized
-from lockstep.recorder.hashes import digest
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
@@ -49,7 +47,6 @@ PACKAGES = CONFIGURATIONS | {
 }  # whose functions and classes a tree may name, beside the model's own
 MAIN = {"__main__", "__mp_main__"}  # the script that runs, and the same in a process that it spawned
 PLAIN = (type(None), bool, int, str)
-OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")  # in names
 SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
 TREE = dict[str, Any]
 
@@ -319,34 +316,6 @@ def _calls_others(forward: Any, module: torch.nn.Module) -> bool:
     return any(isinstance(one, torch.nn.Module) and one is not module for one in known)
 
 
-class _State(Describing):
-    def inside_of(self, value: Any) -> TREE:
-        """The attributes and items of an object that is described by them, such as a configuration, but for what is of a rank."""
-        kind = type(value)
-        own = self.packages - PACKAGES | CONFIGURATIONS | {"argparse", "types"}
-        if package_of(kind.__module__) not in own or issubclass(
-            kind, (torch.nn.Module, torch.Tensor, enum.Enum)
-        ):
-            return {}
-        items = (
-            {key: one for key, one in dict.items(value) if isinstance(key, str)}
-            if issubclass(kind, dict)
-            else {}
-        )
-        every = {**items, **getattr(value, "__dict__", {})}
-        return {key: one for key, one in every.items() if not OF_PROCESSES.search(key.lower())}
-
-    def value(self, value: Any, where: str) -> Any:
-        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
-        known = (value if type(value) is int else id(value)) in self.tensors
-        if type(value) not in kinds or known:
-            raise Unnamed("nothing that a forward pass changes")
-        return super().value(value, where)
-
-    def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
-        return {**super()._tensor(tensor, where), "hash": digest(tensor)}
-
-
 class Passed(torch.nn.Module):
     """What DDP around a part of a model is built again as."""
 
@@ -424,23 +393,3 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
         "scripts": scripts,
     }
     return {**tree, **more}, {**buffers, **attributes}
-
-
-def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
-    """Attributes of modules that a pass or a loop may change, such as a weight that is annealed, a table, or the state of the batch before.
-
-    Numbers, texts, tensors that are neither parameters nor buffers, and lists, tuples and dicts of them: MODULE:NAME -> (JSON, its tensors).
-    Of an object that modules keep, such as a configuration, the same of its attributes or items: MODULE:NAME.KEY, where it is first.
-    """
-    describing, found, seen = _State(model), {}, set[int]()
-    for name, module in model.named_modules():
-        for key, value in {**vars(module), **divided.wholes(module, describing.sizes)}.items():
-            inside = {} if id(value) in seen else describing.inside_of(value)
-            seen |= {id(value)} if inside else set()
-            values = {f".{one}": of for one, of in inside.items()} or {"": value}
-            for place, one in ((f"{clean(name)}:{key}{end}", one) for end, one in values.items()):
-                describing.attributes = {}
-                if key not in (*OWN, "gradient_checkpointing"):
-                    with contextlib.suppress(Unnamed):
-                        found[place] = describing.value(one, place), describing.attributes
-    return found

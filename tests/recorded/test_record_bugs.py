@@ -382,6 +382,7 @@ BUGS = {
         "step 1: positions are trained to give the tokens after others: the labels are these tokens in another order (in micro batch 0 of rank 0)",
         NAMED,
         set(),
+        "",
     ),
     "NotShifted": (
         "step 1: each position is trained to give the token itself: labels are not shifted (in micro batch 0 of rank 0)",
