@@ -4,6 +4,7 @@ import builtins
 import collections
 import functools
 import importlib
+import inspect
 import json
 import operator
 import sys
@@ -43,6 +44,8 @@ FUNCTIONS = {
     "torch.utils.checkpoint",
     *("torch", *(f"torch._C._{of}" for of in ("nn", "linalg", "special", "fft", "sparse"))),
 }
+
+GENERIC = {"builtins", "collections", "collections.abc"}  # whose classes annotations are made of
 
 
 def _module_of(function: Any) -> str:
@@ -124,7 +127,11 @@ class Building:
         if package_of(name) not in self.packages:
             raise ValueError(f"{name} is of no package that the model's classes are of")
         found = self.find(name)
-        if name.partition(":")[0].endswith(".py"):
+        script = name.partition(":")[0]
+        if script.endswith(".py"):
+            # What it imports is of other files, such as os.system.
+            if getattr(found, "__module__", None) != user_file.module_name(Path(script)):
+                raise ValueError(f"{name} is not defined in that file")
             return found
         # A package's module has others among its names, such as os; and Python's own functions run texts.
         package = package_of(getattr(found, "__module__", None) or name)
@@ -169,19 +176,27 @@ class Building:
             case "module":
                 return self.modules[inside]
             case "enum":
-                return getattr(self.named(inside), value["name"])
+                members = getattr(self.named(inside), "__members__", {})
+                return members[value["name"]]
             case "namedtuple":
                 return _tuple(self.named(inside), map(self.value, value["values"]))
             case "annotation":
                 made_of, given = map(self.value, inside)
-                if not (isinstance(made_of, type) or getattr(made_of, "__module__", "") == "typing"):
+                # An object may say of itself that it is of typing.
+                own = isinstance(made_of, type) and made_of.__module__ in GENERIC
+                if not (own or type(made_of).__module__ == "typing"):
                     raise ValueError(f"{made_of} is no annotation")
                 return operator.getitem(made_of, given)
             case "partial":
                 function, arguments, options = map(self.value, inside)
                 return functools.partial(function, *arguments, **options)
             case "method":
-                return getattr(self.value(inside[0]), inside[1])
+                # Of the model's modules, and what their classes define: a method's own attributes lead everywhere.
+                module, name = self.modules[inside[0]["module"]], inside[1]
+                method = inspect.getattr_static(type(module), name)
+                if not isinstance(method, types.FunctionType):
+                    raise ValueError(f"{name} is no method of {type(module).__name__}")
+                return types.MethodType(method, module)
             case "named":
                 return self.named(inside)
             case "function":

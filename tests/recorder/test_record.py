@@ -892,9 +892,43 @@ def test_a_tree_names_nothing_of_other_packages():
     about["attributes"]["hook"] = {"annotation": [{"dict": []}, "key"]}
     with pytest.raises(UserError, match="is no annotation"):
         building.build(about, tensors)
+    spoofed = {"data": {"dict": [["eval", 1]]}, "__module__": "typing"}
+    spoofing = {"object": "collections:UserDict", "number": 9, "attributes": spoofed}
+    about["attributes"]["hook"] = {"annotation": [spoofing, "eval"]}
+    with pytest.raises(UserError, match="is no annotation"):
+        building.build(about, tensors)
     about["class"] = "os:system"
     with pytest.raises(UserError, match="is no torch.nn.Module"):
         building.build(about, tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"method": [{"named": "torch:nn.Module"}, "__init__"]},
+        {"method": [{"method": [{"module": ""}, "forward"]}, "__globals__"]},
+        {"method": [{"module": ""}, "__class__"]},
+        {"method": [{"module": ""}, "weight"]},
+        {"enum": "torch:nn.Module", "name": "__init__"},
+    ],
+)
+def test_what_a_recording_says_of_a_method_leads_nowhere_else(value):
+    """An attribute of a method is its function's, which knows all names of its file."""
+    about, tensors = tree.describe(torch.nn.Linear(2, 2))
+    about["attributes"]["hook"] = value
+    with pytest.raises(UserError, match="the recorded model cannot be built again"):
+        building.build(about, tensors)
+    about["attributes"]["hook"] = {"method": [{"module": ""}, "reset_parameters"]}  # negative control
+    assert building.build(about, tensors).hook.__func__ is torch.nn.Linear.reset_parameters
+
+
+def test_a_script_names_only_what_it_defines(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, torch\nclass Net(torch.nn.Linear):\n    pass\n")
+    made = building.Building({}, {str(script): {"package": None, "values": {}}})
+    assert made.named(f"{script}:Net").__name__ == "Net"
+    with pytest.raises(ValueError, match="os.system is not defined in that file"):
+        made.named(f"{script}:os.system")
 
 
 def test_a_class_without_a_name_is_refused():
