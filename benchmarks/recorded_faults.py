@@ -85,7 +85,7 @@ def judged(pair: tuple[Path, Path]) -> tuple[int, str, str]:
     if status > 1:
         return status, last, ""
     report = json.loads((folder / "report.json").read_text())
-    against = [one.partition("training: ")[2] for one in report["run"]["wrong"] if one.startswith(AGAINST)]
+    against = [one.partition("that run: ")[2] for one in report["run"]["wrong"] if one.startswith(AGAINST)]
     if last.startswith(f"FAIL: {AGAINST}"):
         status, last = 0, f"PASS: {len(report['steps'])} steps"
     return status, last, against[0] if against else "the same"

@@ -71,8 +71,6 @@ def _run(script: Path, arguments: list[str], finding: "Finding", output: Path) -
     status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
-        for process in multiprocessing.active_children() if finding.started else ():
-            process.join()  # as Python does at its end
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except UserError:
@@ -82,6 +80,9 @@ def _run(script: Path, arguments: list[str], finding: "Finding", output: Path) -
         return 1
     finally:
         finding.stop()
+    for process in multiprocessing.active_children() if finding.started else ():
+        if not process.daemon:
+            process.join()  # as Python does at its end
     if finding.recorder is None and not (finding.started and _is_written_since(output, begun)):
         which = f"{script}, or a process that it started," if finding.started else str(script)
         raise UserError(

@@ -70,25 +70,25 @@ def without_secrets(arguments: list[str]) -> list[str]:
     follows = False  # whether the value of such an option
     for argument in arguments:
         name, given, _ = argument.partition("=")
-        is_secret = _is_secret(name) and (bool(given) or name.startswith("-"))
+        hidden = is_secret(name) and (bool(given) or name.startswith("-"))
         if follows and not argument.startswith("-"):
             shown.append(HIDDEN)
-        elif is_secret and given:
+        elif hidden and given:
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(TOKEN.sub(HIDDEN, LOGIN.sub(f"://{HIDDEN}@", argument)))
-        follows = is_secret and not given
+        follows = hidden and not given
     return shown
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
     words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return not SECRET.isdisjoint(words)
 
 
 def without_secret_values(named: dict[str, Any]) -> dict[str, Any]:
     """Texts under names such as "api_key" are left out."""
-    return {name: HIDDEN if isinstance(one, str) and _is_secret(name) else one for name, one in named.items()}
+    return {name: HIDDEN if isinstance(one, str) and is_secret(name) else one for name, one in named.items()}
 
 
 def of_run() -> dict:

@@ -18,6 +18,7 @@ from lockstep.recorded.run import RunVerdict, samples_by_step
 from lockstep.recorder.called import Called
 from lockstep.recorder.recorded_step import Optimizer, Step
 from lockstep.recorder.recording import Recording
+from lockstep.recorder.state import OF_PROCESSES
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.rows import StepVerdict, Wrong
 
@@ -44,12 +45,16 @@ def judge(run: RunVerdict, own: Recording, other: Recording, steps: Sequence[Ste
         said.setdefault(sentence, step)
     against = f"against {other.folder}"
     run.wrong += [
-        Wrong(f"{against}, step {step} is of another training", f": {why}") for why, step in said.items()
+        Wrong(f"{against}, step {step} differs from that run", f": {why}") for why, step in said.items()
     ]
     run.notes += [f"{against}: {note}" for note in dict.fromkeys(pair.notes)]
     if not said:
         by = pair.farthest
-        near = "" if by is None else f"; the first gradient differs by {by:.2g} of what is tolerated"
+        near = f"; the first gradient differs by {by or 0:.2g} of what is tolerated"
+        if by is None:
+            near = (
+                "; the first gradient is not compared" + ", as the model draws random numbers" * pair.random
+            )
         run.notes.append(f"{against}: the same weights, samples and settings in {pair.number} steps{near}")
 
 
@@ -71,6 +76,7 @@ class _Pair:
         self.number = min(len(own.steps), len(other.steps))
         self.notes: list[str] = []
         self.farthest: float | None = None  # of the first gradient, in what is tolerated
+        self.random = False  # whether either run draws random numbers
 
     def compare(self, step: int) -> Iterator[str]:
         """What is not the same in a recorded step, in the order in which it has effects."""
@@ -82,17 +88,16 @@ class _Pair:
         found += [*samples.compare(*called), *self._precision(called), *_settings(ranks), *_clips(ranks)]
         yield from found
         if step == 1:
-            random = any(
+            self.random = any(
                 one.about.drawn or one.about.generators or one.about.dropouts
                 for each in called
                 for one in each
             )
             given = [of[0].micro_batches[0].tensors for of in ranks]
-            model = [*self._model(ranks), *_in_one(given, "given to the model")]
-            if found or random:  # what the model itself has may show in nothing else
-                yield from model
-            else:
-                yield from self._gradient(ranks, "; ".join(model))
+            # Without a gradient to compare, what the model itself has may show in nothing else. A configuration has more than it reads.
+            known = not (found or self.random)
+            model = [*self._model(ranks, configurations=known), *_in_one(given, "given to the model")]
+            yield from self._gradient(ranks, "; ".join(model)) if known else model
 
     def _begins_with(self, ranks: list[dict[int, Step]]) -> Iterator[str]:
         yield from _in_one([of[0].frozen for of in ranks], "frozen")
@@ -112,8 +117,10 @@ class _Pair:
         for name in self.pair[0].names(1, kind):
             if name in there:
                 own, other = (one.whole(1, f"{kind}/{name}")[0] for one in self.pair)
-                coarse = max(own.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-                if not torch.equal(own.to(coarse), other.to(coarse)):
+                if own.is_floating_point() and other.is_floating_point():
+                    coarse = max(own.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+                    own, other = own.to(coarse), other.to(coarse)
+                if not torch.equal(own, other):
                     found.append((name, distance_of(own, other).relative))
         return found
 
@@ -164,8 +171,8 @@ class _Pair:
         elif model:
             self.notes.append(f"{model}, and the first gradient is the same")
 
-    def _model(self, ranks: list[dict[int, Step]]) -> list[str]:
-        """Values that modules have, and their classes."""
+    def _model(self, ranks: list[dict[int, Step]], *, configurations: bool) -> list[str]:
+        """Values that modules have, and their classes; and those of `configurations` that they keep."""
         values: list[dict[str, Any]] = [
             {f"{name}:class": type(module).__name__ for name, module in recording.skeleton.named_modules()}
             | of[0].attributes
@@ -177,6 +184,7 @@ class _Pair:
         odd = [
             f"{key.replace(':', '.').lstrip('.')} is {_shown(own.get(key))}, and {_shown(other.get(key))} there"
             for key in own | other
+            if configurations or not ("." in key.partition(":")[2] or OF_PROCESSES.search(key.lower()))
             if not (key.partition(":")[2].startswith("_") or _same(own.get(key), other.get(key)))
         ]
         more = [f"{len(odd) - SHOWN} more values of the model are others"] if len(odd) > SHOWN else []

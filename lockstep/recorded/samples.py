@@ -12,12 +12,14 @@ Row = dict[str, int]  # of a sample, a hash of what it has of each tensor
 
 
 def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
-    """What is not the same of the micro batches of a step, which have samples along the first dim of their tensors."""
-    for masked in (False, True):
-        here, there = (_rows(each, masked=masked) for each in (own, other))
+    """What is not the same of the micro batches of a step, which have samples along the first dim of their tensors, or along the second."""
+    numbers, same = list[tuple[int, int]](), 0
+    for dim, masked in ((0, False), (0, True), (1, False)):  # of some models, places are first
+        here, there = (_rows(each, dim, masked=masked) for each in (own, other))
+        numbers.append((len(here), len(there)))
         names = [name for name in here[0] if name in there[0]] if here and there else []
         if not names:
-            return
+            continue
         # What says which sample it is comes first.
         first, *rest = sorted(names, key=lambda name: (_is_label(name), "mask" in name))
         known, known_there = _counted(here, first), _counted(there, first)
@@ -26,15 +28,17 @@ def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
             if odd:
                 yield f"the samples are the same, and {and_more(odd)} of them not"
             return
-    same = (known & known_there).total()
-    yield f"{len(here)} samples are trained on, and {len(there)} there; {same} are the same"
+        if dim == 0:
+            same = max(same, (known & known_there).total())
+    if all(numbers[0]):
+        yield f"it trains on {numbers[0][0]} samples, and that run on {numbers[0][1]}; {same} are in both"
 
 
 def _is_label(name: str) -> bool:
     return any(word in name.lower() for word in LABELS)
 
 
-def _rows(called: list[Called], *, masked: bool) -> list[Row]:
+def _rows(called: list[Called], dim: int, *, masked: bool) -> list[Row]:
     """Of each sample that is trained on; `masked`: without what its mask leaves out, since other samples may ask for other padding."""
     found = []
     for one in {id(each.first): each.first for each in called if each.about.used}.values():
@@ -45,7 +49,12 @@ def _rows(called: list[Called], *, masked: bool) -> list[Row]:
                 name: [each.tensors[name] for each in one.piece.all] for name in tensors if _is_label(name)
             }
             tensors |= {name: torch.stack(each).amax(0) for name, each in labels.items()}
-        size = max(map(len, tensors.values()), default=0)
+        if dim:
+            tensors = {name: of.transpose(0, dim) for name, of in tensors.items() if of.ndim > dim}
+        # One of a single dim may be that of all samples, such as positions
+        size = next(
+            (len(of) for of in tensors.values() if of.ndim > 1), max(map(len, tensors.values()), default=0)
+        )
         tensors = {
             name: of.expand(size, *of.shape[1:]) if len(of) == 1 else of for name, of in tensors.items()
         }
@@ -66,7 +75,7 @@ def _rows(called: list[Called], *, masked: bool) -> list[Row]:
 
 
 def _hash(row: torch.Tensor) -> int:
-    return hash((tuple(row.shape), row.flatten().view(torch.uint8).numpy().tobytes()))
+    return hash((tuple(row.shape), row.flatten().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def _counted(rows: list[Row], *names: str) -> Counter[tuple[int | None, ...]]:

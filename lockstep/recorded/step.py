@@ -154,7 +154,7 @@ class _Step:
             )
         if problem and all(one.is_zero for one in self.micro):
             return self._leave("nothing but zeros arrives at what the model returned")
-        if problem and all(one.about.loss == 0 for one in self.micro):
+        if problem and all(one.about.loss == 0 for one in self.micro) and not self._arrives():
             return self._leave("its loss and its gradient are 0")
         if problem:
             verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
@@ -183,6 +183,13 @@ class _Step:
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         self._say_unseen()
         return verdict
+
+    def _arrives(self) -> bool:
+        """Whether a gradient other than zero arrived at a module."""
+        recording, step = self.recording, self.verdict.step
+        places = ((rank, name) for rank, about in self.ranks.items() for name in about.places)
+        parts = (recording.part(rank, step, name) for rank, name in places if name.startswith("backward/"))
+        return any(bool(one.any()) for one in parts if one is not None)
 
     def _leave(self, why: str) -> StepVerdict:
         self.verdict.nothing = True

@@ -73,7 +73,7 @@ class Building:
         kind = self.find(tree["class"])
         if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             raise ValueError(f"{tree['class']} is no torch.nn.Module")
-        self.packages.add(package_of(tree["class"]))
+        self.packages |= {package_of(tree["class"])} - {"lockstep"}  # whose functions are none of a model's
         module = kind.__new__(kind)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
@@ -99,7 +99,10 @@ class Building:
         """Attributes, once all modules are there."""
         module = self.modules[name]
         for key, value in tree["attributes"].items():
-            module.__dict__[key] = self.value(value)
+            made = self.value(value)
+            if callable(made) and hasattr(torch.nn.Module, key) and key != "forward":
+                raise ValueError(f"{key} would be called for a method of torch.nn.Module")
+            module.__dict__[key] = made
         _enlist(module)
         if "parametrizations" in tree["children"]:
             parametrize._inject_new_class(module)
@@ -126,6 +129,9 @@ class Building:
         """A function or class of torch, or of a package that the model's own classes are of."""
         if package_of(name) not in self.packages:
             raise ValueError(f"{name} is of no package that the model's classes are of")
+        parts = name.partition(":")[2].split(".")
+        if any(one.startswith("__") for one in parts):  # such as all names of a function's file
+            raise ValueError(f"{name} is no class or function that a recording may name")
         found = self.find(name)
         script = name.partition(":")[0]
         if script.endswith(".py"):
@@ -209,8 +215,8 @@ class Building:
 
     def function(self, about: TREE) -> types.FunctionType:
         name = about["function"]
-        if package_of(name) not in self.packages:
-            raise ValueError(f"{name} is of no package that the model's classes are of")
+        if package_of(name) not in self.packages - PACKAGES or "<" not in about["path"]:
+            raise ValueError(f"{name} is of no package that the model's own classes are of")
         if not name.endswith(".py"):
             names = vars(importlib.import_module(name))
             return functions.made(about, Path(names["__file__"]).read_bytes(), names, self.value)
@@ -223,7 +229,7 @@ class Building:
         for key, value in about["attributes"].items():
             made.__dict__[key] = self.value(value)
         if isinstance(made, dict):
-            dict.update(made, [(self.value(key), self.value(one)) for key, one in about.get("items", [])])
+            dict.update(made, [(str(key), self.value(one)) for key, one in about.get("items", [])])
         elif isinstance(made, list):
             list.extend(made, map(self.value, about.get("elements", [])))
         return made
@@ -279,6 +285,8 @@ def _set(names: dict[str, Any], key: str, value: Any) -> None:
     first, _, inside = key.partition(".")
     if not inside:
         names[key] = value
+    elif first not in names:  # which could not be built again
+        return
     elif inside in getattr(names[first], "__dict__", {}):
         names[first].__dict__[inside] = value
     else:

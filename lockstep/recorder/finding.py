@@ -107,7 +107,7 @@ class Finding:
 
     def _see_start(self, process: Any, *_: object) -> None:
         """A process that is started gets what looks for its model."""
-        if _may_train(process._target):
+        if self.recorder is None and _may_train(process._target):  # else it is this process that trains
             self.started = True
             process._target = InProcess(process._target, *self.options)
 
@@ -122,6 +122,8 @@ class InProcess:
     modules: str
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if HERE and HERE[0].recorder is not None:  # forked from a process that trains
+            return self.target(*arguments, **options)
         finding = HERE[0] if HERE else Finding(self.output, self.steps, self.modules)
         try:
             return self.target(*arguments, **options)

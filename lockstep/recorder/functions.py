@@ -4,6 +4,7 @@ One is found again by its place in its file, and is given what it encloses.
 """
 
 import builtins
+import contextlib
 import dis
 import hashlib
 import json
@@ -34,6 +35,15 @@ def is_nameless(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and "<" in function.__qualname__
 
 
+def enclosed(function: types.FunctionType) -> dict[str, Any]:
+    """The values that a function encloses, without those that are not there yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
 def described(function: types.FunctionType, value: Callable[[Any, str], Any], where: str) -> TREE:
     """As JSON, with what `value` makes of the values that belong to it.
 
@@ -44,13 +54,14 @@ def described(function: types.FunctionType, value: Callable[[Any, str], Any], wh
         *code.co_freevars
     }:
         raise ValueError("a function that changes what it encloses")
-    cells = function.__closure__ or ()
-    enclosed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    own = enclosed(function)
+    if len(own) < len(code.co_freevars):
+        raise ValueError("a function that encloses a name without a value")
     about = {
         "line": code.co_firstlineno,
         "path": function.__qualname__,
         "digest": _digest(code),
-        "enclosed": {name: value(one, f"{where}.{name}") for name, one in enclosed.items()},
+        "enclosed": {name: value(one, f"{where}.{name}") for name, one in own.items()},
         "defaults": value(function.__defaults__, where),
         "named_defaults": value(function.__kwdefaults__, where),
     }

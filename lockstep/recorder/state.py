@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep.ground import origin
 from lockstep.recorder import divided
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.tree import (
@@ -59,7 +60,7 @@ class _State(Describing):
         return {
             key: one
             for key, one in every.items()
-            if not (key.startswith("_") or OF_PROCESSES.search(key.lower()))
+            if not (key.startswith("_") or OF_PROCESSES.search(key.lower()) or origin.is_secret(key))
         }
 
     def value(self, value: Any, where: str) -> Any:

@@ -77,7 +77,10 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
                 if here[key] != those[name][key]:
                     inside, _, last = key.rpartition(".")
                     holder = operator.attrgetter(inside)(place) if inside else place
-                    setattr(holder, last, value(those[name][key]))
+                    if isinstance(holder, (type, types.ModuleType)):
+                        setattr(holder, last, value(those[name][key]))
+                    else:  # which may refuse it, as a frozen dataclass does
+                        vars(holder)[last] = value(those[name][key])
 
 
 @contextlib.contextmanager
@@ -155,7 +158,7 @@ def _quoted(file: str) -> set[str]:
 
 def _is_public(name: str, value: Any) -> bool:
     """No secret, as far as names and forms show it, and no path or address, which are of one machine."""
-    if origin.without_secret_values({name: ""})[name] == origin.HIDDEN:
+    if origin.is_secret(name):
         return False
     return not isinstance(value, str) or not ("/" in value or origin.TOKEN.search(value))
 
@@ -166,11 +169,14 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
     for name, value in list(names.items()):
         # What is in a user's file may raise anything when it is looked at.
         with contextlib.suppress(Exception):
-            if name.startswith("__") or OF_PROCESSES.search(name.lower()):
+            if _is_hidden(name):
                 continue
             if depth and (_is_object(value) or _is_class_of(names, value)):
-                inside = _plain(vars(value), depth - 1)
-                found |= {f"{name}.{key}": one for key, one in inside.items() if _is_public(name, "")}
+                inside = _plain(vars(value), depth - 1) if _is_public(name, "") else {}
+                of_data = {key for key, one in vars(value).items() if _is_data(key, one)}
+                # One value is of no use without another that is no plain one, such as the length of a table
+                if of_data <= {key.partition(".")[0] for key in inside}:
+                    found |= {f"{name}.{key}": one for key, one in inside.items()}
             elif not isinstance(value, CODE):
                 found[name] = _Plain(name).value(value, name)
     if "__file__" in names:
@@ -179,6 +185,16 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
             if not together <= found.keys():
                 found = {name: one for name, one in found.items() if name not in together}
     return found
+
+
+def _is_hidden(name: str) -> bool:
+    return not name.isidentifier() or name.startswith("__") or bool(OF_PROCESSES.search(name.lower()))
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """Whether it is a value that counts, and neither code nor a text, which may be a path."""
+    code = isinstance(value, (*CODE, classmethod, staticmethod, property, str))
+    return not (code or _is_hidden(name)) and _is_public(name, "")
 
 
 def _is_object(value: Any) -> bool:

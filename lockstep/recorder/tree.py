@@ -301,7 +301,8 @@ class Describing:
         self.kept.append(value)
         about = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
         if isinstance(value, dict):
-            about["items"] = [self._all(pair, f"{where}.{key}") for key, pair in enumerate(dict.items(value))]
+            kept = self.values({key: one for key, one in dict.items(value) if isinstance(key, str)}, where)
+            about["items"] = [*kept.items()]
         elif isinstance(value, list):
             about["elements"] = self._all(list.__iter__(value), where)
         return about
@@ -311,8 +312,11 @@ def _calls_others(forward: Any, module: torch.nn.Module) -> bool:
     """Whether a module was given a function as its `forward` that knows other modules, such as an adapter's. Another one is a patch, like a hook."""
     if not isinstance(forward, types.FunctionType):
         return False
-    cells = [one.cell_contents for one in forward.__closure__ or ()]
-    known = [*cells, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
+    known = [
+        *functions.enclosed(forward).values(),
+        *(forward.__defaults__ or ()),
+        *(forward.__kwdefaults__ or {}).values(),
+    ]
     return any(isinstance(one, torch.nn.Module) and one is not module for one in known)
 
 

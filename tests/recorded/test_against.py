@@ -105,18 +105,18 @@ def test_two_ranks_against_one_process(tmp_path, capsys, one_process, kind):
 
 
 WRONG = {
-    "seed": "step 1 is of another training: it begins with other weights: embedding.weight by a relative ",
-    "samples": "step 1 is of another training: 8 samples are trained on, and 8 there; 0 are the same",
-    "samples of step 3": "step 3 is of another training: other samples",
-    "mask": "step 1 is of another training: the samples are the same, and attention_mask of them not",
-    "rate": "step 1 is of another training: lr is 0.002, and 0.001 there",
-    "later rate": "step 3 is of another training: the learning rate is 0.001, 0.003, and 0.001 there",
-    "beta": "step 1 is of another training: betas is (0.9, 0.95), and (0.9, 0.999) there",
+    "seed": "step 1 differs from that run: it begins with other weights: embedding.weight by a relative ",
+    "samples": "step 1 differs from that run: it trains on 8 samples, and that run on 8; 0 are in both",
+    "samples of step 3": "step 3 differs from that run: other samples",
+    "mask": "step 1 differs from that run: the samples are the same, and attention_mask of them not",
+    "rate": "step 1 differs from that run: lr is 0.002, and 0.001 there",
+    "later rate": "step 3 differs from that run: the learning rate is 0.001, 0.003, and 0.001 there",
+    "beta": "step 1 differs from that run: betas is (0.9, 0.95), and (0.9, 0.999) there",
     "decay": "weight_decay of head.bias and 3 more is 0.1, and 0.0 there",
     "Adam": "the optimizer is Adam, and AdamW there",
-    "clip": "step 1 is of another training: gradients are clipped to 0.1, and to no bound there",
+    "clip": "step 1 differs from that run: gradients are clipped to 0.1, and to no bound there",
     "eps": "norm.eps is 0.001, and 1e-05 there",
-    "frozen": "step 1 is of another training: norm.bias is frozen here alone",
+    "frozen": "step 1 differs from that run: norm.bias is frozen here alone",
     "autocast": "the model is computed in bfloat16, and in float32 there",
     "dropout": "dropout.p is 0.1, and 0.0 there",
 }
@@ -181,3 +181,35 @@ def test_ranks_that_draw_the_same_numbers_are_noted(tmp_path, capsys, seed_of_ra
     assert judge.main([str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert out.count("ranks 0 and 1 draw the same random numbers") == (seed_of_rank == 0)
+
+
+class OfPlaces(torch.nn.Module):
+    """Of places first, as recurrent layers have them, or of positions beside the samples; one weight is frozen, of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.embedding = torch.nn.LSTM(4, 8), torch.nn.Embedding(6, 8)
+        self.whole = torch.nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x, positions):
+        return self.inside(x)[0] * self.whole.float() + self.embedding(positions)[:, None]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_samples_along_the_second_dim(tmp_path, capsys, wrong):
+    def run(folder, sizes, seed):
+        torch.manual_seed(0)
+        model = OfPlaces()
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
+        draws = torch.Generator().manual_seed(seed)
+        with lockstep.record(model, folder):
+            for _ in range(2):
+                optimizer.zero_grad()
+                for x in torch.randn(6, 4, 4, generator=draws).split(sizes, 1):
+                    (model(x, torch.arange(6)).square().mean() / (4 // sizes)).backward()
+                optimizer.step()
+
+    run(tmp_path / "one", 4, 1)
+    run(tmp_path / "two", 2, 1 + wrong)
+    status, out = verdict(tmp_path / "two", tmp_path / "one", capsys)
+    assert status == wrong and ("; 0 are in both" in out) == wrong, out

@@ -379,7 +379,7 @@ BUGS = {
         "huggingface/transformers/37830",
     ),
     "OwnLossMisaligned": (
-        "step 1: positions are trained to give the tokens after others: the labels are these tokens in another order (in micro batch 0 of rank 0)",
+        "step 1: the labels are the next tokens, but of other positions: they are in another order, or of other rows (in micro batch 0 of rank 0)",
         NAMED,
         set(),
         "",

@@ -72,6 +72,40 @@ def test_processes_that_train_nothing(tmp_path):
     assert done.returncode == 2 and said in done.stderr
 
 
+BESIDE = """
+import multiprocessing, sys, time, torch
+def wait():
+    time.sleep(1000)
+def probe():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.randn(2, 3)).mean().backward()
+        optimizer.step()
+if __name__ == "__main__":
+    multiprocessing.Process(target=wait, daemon=True).start()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().mean().backward()
+        if step in (0, 3):
+            process = multiprocessing.get_context(sys.argv[1]).Process(target=probe)
+            process.start()
+            process.join()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_processes_beside_the_one_that_trains(tmp_path, capsys, kind):
+    (tmp_path / "train.py").write_text(BESIDE)
+    command = [sys.executable, "-m", "lockstep.record", "--output", str(tmp_path / "run"), "train.py", kind]
+    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    assert judge.main([str(tmp_path / "run")]) == 0
+    assert "whole run: 6 steps, 12 samples" in capsys.readouterr().out
+
+
 TRAIN = """
 import os, sys, torch
 sys.path.{adds}os.path.join(os.path.dirname(__file__), "library"))

@@ -97,7 +97,7 @@ def test_a_recording_names_no_function_of_other_packages():
         "named_defaults": None,
     }
     about["attributes"]["hook"] = {"function": "os", **values}
-    with pytest.raises(building.UserError, match="os is of no package that the model's classes are of"):
+    with pytest.raises(building.UserError, match="os is of no package that the model's own classes are of"):
         building.build(about, {})
 
 

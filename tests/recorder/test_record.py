@@ -922,6 +922,20 @@ def test_what_a_recording_says_of_a_method_leads_nowhere_else(value):
     assert building.build(about, tensors).hook.__func__ is torch.nn.Linear.reset_parameters
 
 
+def test_no_function_of_torch_is_made_of_a_recording():
+    about, tensors = tree.describe(torch.nn.Linear(2, 2))
+    runs = {"function": "torch.jit.unsupported_tensor_ops", "path": "execWrapper", "line": 8, "digest": ""}
+    about["attributes"]["hook"] = {**runs, "enclosed": {}, "defaults": None, "named_defaults": None}
+    with pytest.raises(UserError, match="of no package that the model's own classes are of"):
+        building.build(about, tensors)
+    about["attributes"] = {"modules": {"named": "torch:relu"}}  # which the judge calls
+    with pytest.raises(UserError, match="modules would be called for a method"):
+        building.build(about, tensors)
+    about["attributes"] = {"hook": {"named": "torch:nn.Module.forward.__globals__"}}
+    with pytest.raises(UserError, match="no class or function that a recording may name"):
+        building.build(about, tensors)
+
+
 def test_a_script_names_only_what_it_defines(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, torch\nclass Net(torch.nn.Linear):\n    pass\n")

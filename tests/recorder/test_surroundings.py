@@ -13,7 +13,7 @@ from lockstep import judge
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = """
-import dataclasses
+import dataclasses, time
 import numpy, torch
 class Odd:
     # Such as what is made when it is used first
@@ -28,6 +28,17 @@ scale, names, secret_key = 1.0, ["a"], ""
 class Options:
     shift: float = 0.0
 options = Options()
+class Table:
+    values, length = None, 0
+    @classmethod
+    def of(cls, n):
+        if n > cls.length:
+            cls.values, cls.length = torch.linspace(1, 2, n), n
+        return cls.values[:n]
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    started: float
+frozen = Frozen(time.time())
 class Kinds:
     backends = []
     @classmethod
@@ -58,6 +69,7 @@ class Net(torch.nn.Module):
         if settings.Kinds.backends:
             with torch.nn.attention.sdpa_kernel(settings.Kinds.backends):
                 h = h * 2
+        h = h * settings.Table.of(16)
         return self.two(h * settings.scale * len(names) + settings.options.shift) ** self.power
 """
 TRAIN = """
@@ -114,8 +126,11 @@ def test_secrets_and_large_values_are_not_recorded(tmp_path):
     assert of_settings == {
         "scale": 1.0,
         "options.shift": 0.0,
+        "frozen.started": of_settings["frozen.started"],
         "Options.shift": 0.0,
         "Kinds.backends": [],
+        "Table.values": None,
+        "Table.length": 0,
     }
 
 
