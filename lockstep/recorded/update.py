@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -206,7 +205,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         state += [name.rpartition("/")[0] for name in of_all]
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
-    shares: dict[str, list[tuple[float, float]]] = {}
+    shares: dict[str, tuple[float, float]] = {}
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -218,20 +217,19 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
         elif name not in trained:
-            alike = [one for one, shape in shapes.items() if one in trained and shape == after.shape]
-            same = max((_end(name, one) for one in alike), default=0)
-            of_name = (one for one in alike if _end(name, one) == same)
-            moved = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in of_name))
-            shares |= {name: moved} if moved else {}
+            alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
+            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
+            shares |= {name: share} if share else {}
         elif _is_rounding(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} changed by rounding errors alone {when}")
-    low, high = _common([*shares.values()])
+    lows, highs = zip(*shares.values(), (0.0, 1.0), strict=True)
+    least, most = max(lows), min(highs)
     # Such as a teacher's; its first moves may be no more than rounding errors
-    if shares and low <= high and not 0 < low <= high == 1:
+    if shares and least <= most and not 0 < least <= most == 1:
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(list(shares))} moved by {low:.2g} to {high:.2g} of the way to trained weights {when}, as averages do"
+            f"{and_more(list(shares))} moved by {least:.2g} to {most:.2g} of the way to trained weights {when}, as averages do"
         )
     if weights:
         verdict.wrong.append(Wrong(f"{and_more(weights)} changed {when}"))
@@ -239,11 +237,6 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         verdict.wrong.append(
             f"what the optimizer keeps changed between step {step - 1} and step {step}: {and_more(state)}"
         )
-
-
-def _end(name: str, other: str) -> int:
-    """How many characters at the end are the same."""
-    return len(os.path.commonprefix([name[::-1], other[::-1]]))
 
 
 def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -255,33 +248,21 @@ def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def _averaged(
     before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]
-) -> list[tuple[float, float]]:
-    """Which part of the way to each of `others` a weight may have moved: at least, at most. Any part, if it is where it was."""
+) -> tuple[float, float] | None:
+    """Which part of the way to one of `others` a weight has moved: at least, at most; any if it is where it was. None: it has not."""
     rounded = 4 * torch.finfo(after.dtype).eps
     before, moved = before.double(), after.double() - before.double()
     if bool((moved.abs() <= rounded * before.abs()).all()):
-        return [(0.0, 1.0)]
-    found = []
+        return 0.0, 1.0
     for other in others:
         way = other.double() - before
         off = rounded * (before.abs() + way.abs())
-        # The rounding errors of all elements, an ulp each, are in the part, too: after a small step of Adam, all are as many ulps away, and round alike.
+        # The rounding errors of all elements, each independent of the others, are in the part, too.
         square = float(way.square().sum())
-        share, unsure = float((way * moved).sum()) / square, float((way.abs() * off).sum()) / square / 4
+        share, unsure = float((way * moved).sum()) / square, float((way * off).norm()) / square
         if bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
-            found.append((share - unsure, share + unsure))
-    return found
-
-
-def _common(shares: list[list[tuple[float, float]]]) -> tuple[float, float]:
-    """The part of the way that all weights have moved, each to one of those that it may have moved to: at least, at most; less if there is none."""
-    for least, most in min(shares, key=len, default=[]):
-        for each in shares:
-            met = [(max(least, one), min(most, other)) for one, other in each]
-            least, most = max(met, key=lambda one: one[1] - one[0])
-        if least <= most:
-            return least, most
-    return 1.0, 0.0
+            return share - unsure, share + unsure
+    return None
 
 
 def _judge_optimizer(

@@ -2,8 +2,8 @@
 
 A script may set `os.environ["FLASH_ATTN"]`, a global of another file (`settings.scale = 2`) or an attribute of a class before it trains.
 The judge imports the files anew, so these values are recorded, and it sets them, too. Nothing is recorded of packages that are installed,
-nor of what is no plain value: numbers, texts, dtypes, members of torch's enumerations, and lists, tuples and dicts of them. A class or
-an object of the user's own, such as a configuration, is recorded by its attributes, and the judge sets those of the one that it has in this place.
+nor of what is no plain value: numbers, texts, dtypes, members of torch's enumerations, and lists, tuples and dicts of them. An
+object of the user's own class, such as a configuration, is recorded by its attributes, and the judge sets those of the one that it has in this place.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
         with contextlib.suppress(Exception):
             if _is_hidden(name):
                 continue
-            if depth and (_is_object(value) or _is_class_of(names, value)):
+            if depth and _is_object(value):
                 inside = _plain(vars(value), depth - 1) if _is_public(name, "") else {}
                 of_data = {key for key, one in vars(value).items() if _is_data(key, one)}
                 # One value is of no use without another that is no plain one, such as the length of a table
@@ -203,13 +203,6 @@ def _is_object(value: Any) -> bool:
     if issubclass(kind, (*CODE, torch.nn.Module, torch.Tensor, enum.Enum)) or not hasattr(value, "__dict__"):
         return False
     return issubclass(kind, (argparse.Namespace, types.SimpleNamespace)) or _is_own(_names_beside(kind))
-
-
-def _is_class_of(names: Mapping[str, Any], value: Any) -> bool:
-    """Whether it is a class that the file with these names defines. Those of modules are found by the model."""
-    if not issubclass(type(value), type) or issubclass(value, (torch.nn.Module, enum.Enum)):
-        return False
-    return value.__module__ == names.get("__name__")
 
 
 @functools.cache
