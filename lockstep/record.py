@@ -58,13 +58,12 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"{options.script}: there is no such file; name the training script")
         output = options.output.absolute()  # a script may change the folder
         require_writable_folder(output, "--output")
-        finding = Finding(output, options.steps, options.modules)
-        return _run(options.script, options.arguments, finding, output)
+        return _run(options.script, options.arguments, Finding(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 
 
-def _run(script: Path, arguments: list[str], finding: "Finding", output: Path) -> int:
+def _run(script: Path, arguments: list[str], finding: "Finding") -> int:
     begun = time.time()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
@@ -83,7 +82,7 @@ def _run(script: Path, arguments: list[str], finding: "Finding", output: Path) -
     for process in multiprocessing.active_children() if finding.started else ():
         if not process.daemon:
             process.join()  # as Python does at its end
-    if finding.recorder is None and not (finding.started and _is_written_since(output, begun)):
+    if finding.recorder is None and not (finding.started and _is_written_since(finding.output, begun)):
         which = f"{script}, or a process that it started," if finding.started else str(script)
         raise UserError(
             f"{which} called {finding.in_evaluation} in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"

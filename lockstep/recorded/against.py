@@ -49,13 +49,13 @@ def judge(run: RunVerdict, own: Recording, other: Recording, steps: Sequence[Ste
     ]
     run.notes += [f"{against}: {note}" for note in dict.fromkeys(pair.notes)]
     if not said:
-        by = pair.farthest
-        near = f"; the first gradient differs by {by or 0:.2g} of what is tolerated"
-        if by is None:
-            near = (
-                "; the first gradient is not compared" + ", as the model draws random numbers" * pair.random
-            )
-        run.notes.append(f"{against}: the same weights, samples and settings in {pair.number} steps{near}")
+        if pair.farthest is not None:
+            near = f"differs by {pair.farthest:.2g} of what is tolerated"
+        else:
+            near = "is not compared" + ", as the model draws random numbers" * pair.random
+        run.notes.append(
+            f"{against}: the same weights, samples and settings in {pair.number} steps; the first gradient {near}"
+        )
 
 
 def _require_same_model(own: Recording, other: Recording) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.ground.words import and_more
-from lockstep.recorder.called import LABELS, Called
+from lockstep.recorder.called import Called, is_label
+from lockstep.recorder.hashes import hashes
 
 Row = dict[str, int]  # of a sample, a hash of what it has of each tensor
 
@@ -21,7 +22,7 @@ def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
         if not names:
             continue
         # What says which sample it is comes first.
-        first, *rest = sorted(names, key=lambda name: (_is_label(name), "mask" in name))
+        first, *rest = sorted(names, key=lambda name: (is_label(name), "mask" in name))
         known, known_there = _counted(here, first), _counted(there, first)
         if known == known_there:
             odd = [name for name in rest if _counted(here, first, name) != _counted(there, first, name)]
@@ -34,19 +35,15 @@ def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
         yield f"it trains on {numbers[0][0]} samples, and that run on {numbers[0][1]}; {same} are in both"
 
 
-def _is_label(name: str) -> bool:
-    return any(word in name.lower() for word in LABELS)
-
-
 def _rows(called: list[Called], dim: int, *, masked: bool) -> list[Row]:
     """Of each sample that is trained on; `masked`: without what its mask leaves out, since other samples may ask for other padding."""
-    found = []
+    found: list[Row] = []
     for one in {id(each.first): each.first for each in called if each.about.used}.values():
         tensors = {name: of for name, of in one.tensors.items() if of.ndim}
         if one.piece is not None:
             # Each piece has its own labels, and in other places ignored ones, which are less.
             labels = {
-                name: [each.tensors[name] for each in one.piece.all] for name in tensors if _is_label(name)
+                name: [each.tensors[name] for each in one.piece.all] for name in filter(is_label, tensors)
             }
             tensors |= {name: torch.stack(each).amax(0) for name, each in labels.items()}
         if dim:
@@ -55,27 +52,13 @@ def _rows(called: list[Called], dim: int, *, masked: bool) -> list[Row]:
         size = next(
             (len(of) for of in tensors.values() if of.ndim > 1), max(map(len, tensors.values()), default=0)
         )
-        tensors = {
-            name: of.expand(size, *of.shape[1:]) if len(of) == 1 else of for name, of in tensors.items()
+        of_all = {
+            name: of.expand(size, *of.shape[1:]) for name, of in tensors.items() if len(of) in (1, size)
         }
-        tensors = {name: of for name, of in tensors.items() if len(of) == size}
-        mask = tensors.get("attention_mask") if masked else None
-        if mask is not None and mask.ndim == 2:
-            kept = mask.bool()
-            found += [
-                {
-                    name: _hash(of[row][kept[row]] if of.shape[:2] == kept.shape else of[row])
-                    for name, of in tensors.items()
-                }
-                for row in range(size)
-            ]
-        else:
-            found += [{name: _hash(of[row]) for name, of in tensors.items()} for row in range(size)]
+        mask = of_all.get("attention_mask") if masked else None
+        by_name = {name: hashes(of, mask).tolist() for name, of in of_all.items()}
+        found += [dict(zip(by_name, row, strict=True)) for row in zip(*by_name.values(), strict=True)]
     return found
-
-
-def _hash(row: torch.Tensor) -> int:
-    return hash((tuple(row.shape), row.flatten().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def _counted(rows: list[Row], *names: str) -> Counter[tuple[int | None, ...]]:

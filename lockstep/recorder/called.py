@@ -15,6 +15,10 @@ LABELS = ("label", "target")  # in the names of what a model is called with
 LOG_PROBS = "log_probs"  # what a model of TRL returns in the place of logits
 
 
+def is_label(name: str) -> bool:
+    return any(word in name.lower() for word in LABELS)
+
+
 @dataclass
 class Called:
     """One micro batch, and the ranks that were called with it."""
@@ -143,7 +147,7 @@ def _mask_labels(called: Called, cut: pieces.Pieces, place: int) -> int | None:
     """Leaves the labels of one piece; returns how many, None if none are known."""
     number = None
     for name, tensor in called.tensors.items():
-        known = any(word in name.lower() for word in LABELS) and not tensor.is_floating_point()
+        known = is_label(name) and not tensor.is_floating_point()
         if known and tensor.shape[-1:] == (cut.length,):
             ignored = next((one for one in IGNORED if bool((tensor == one).any())), IGNORED[0])
             own = cut.places[place]

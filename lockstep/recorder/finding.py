@@ -28,7 +28,7 @@ class Finding:
         HERE[:] = [self]
         self.started = False  # processes that may train
         self.sees_starts = patches.see_calls(multiprocessing.process.BaseProcess, "start", self._see_start)
-        self.options = output, steps, modules
+        self.output, self.options = output, (output, steps, modules)
         self.recorder: Recorder | None = None
         self.updating = False
         self.in_evaluation = ""  # the first model that was called so where gradients are computed

@@ -138,7 +138,7 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     place = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[place]) <= tolerated[place]:
         place = WHOLE  # this part is one like the others
-    if not multiple[place] > 1:
+    if multiple[place] <= 1:
         return Factor(
             one.name, one.shape, one.parts[place], 0.0, float(tolerated[place]), one.where, one.rank
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.recorder.called import IGNORED, LABELS, Called
+from lockstep.recorder.called import IGNORED, Called, is_label
 from lockstep.verdict.float64 import Entropy
 from lockstep.verdict.judgement import FLOOR
 
@@ -223,9 +223,7 @@ def targets_of(
 def _wanted(called: Called, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
     """(an input of this shape that may have the labels, which token each position must then give, -1 where none)."""
     # Shifted, the tokens themselves may be the same as labels that were shifted before.
-    in_order = sorted(
-        reversed(called.tensors), key=lambda name: not any(word in name.lower() for word in LABELS)
-    )
+    in_order = sorted(reversed(called.tensors), key=lambda name: not is_label(name))
     for name in in_order:
         labels = called.tensors[name]
         if labels.is_floating_point() or labels.shape != shape:

@@ -70,6 +70,15 @@ def recorded(folder, make):
         yield model, optimizer
 
 
+def trained_twice(folder, make):
+    """A run of two steps, of a model that returns a loss of eight numbers."""
+    with recorded(folder, make) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            optimizer.step()
+
+
 def trained(folder, model, batches, *, before=lambda model: None):
     """A run whose steps are given: the tokens and labels of each micro batch."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -462,11 +471,7 @@ def test_a_function_that_a_module_is_given_as_forward(tmp_path, capsys, kind, st
             inside.forward = lambda x: 1.01 * before(x)
         return model
 
-    with recorded(tmp_path, make) as (model, optimizer):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).backward()
-            optimizer.step()
+    trained_twice(tmp_path, make)
     found, out = verdict(tmp_path, capsys)
     assert found == status, out
 
@@ -495,11 +500,7 @@ class Configured(torch.nn.Module):
 
 
 def test_configurations_that_are_dicts_and_lists_of_their_own_classes(tmp_path, capsys):
-    with recorded(tmp_path, Configured) as (model, optimizer):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).backward()
-            optimizer.step()
+    trained_twice(tmp_path, Configured)
     found, out = verdict(tmp_path, capsys)
     assert found == 0, out
 
@@ -594,11 +595,7 @@ def test_an_average_in_the_model(tmp_path, capsys, decay, end):
 
 
 def test_a_model_in_a_checkpoint_wrapper(tmp_path, capsys):
-    with recorded(tmp_path, lambda: checkpoint_wrapper(Adapted())) as (model, optimizer):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).backward()
-            optimizer.step()
+    trained_twice(tmp_path, lambda: checkpoint_wrapper(Adapted()))
     assert verdict(tmp_path, capsys)[0] == 0
 
 
