@@ -205,7 +205,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         state += [name.rpartition("/")[0] for name in of_all]
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
-    shares: dict[str, tuple[float, float]] = {}
+    shares: dict[str, list[tuple[float, float]]] = {}
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -218,13 +218,12 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
         elif name not in trained:
             alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
-            share = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
-            shares |= {name: share} if share else {}
+            found = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
+            shares |= {name: found} if found else {}
         elif _is_rounding(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} changed by rounding errors alone {when}")
-    lows, highs = zip(*shares.values(), (0.0, 1.0), strict=True)
-    least, most = max(lows), min(highs)
+    least, most = _common(list(shares.values()))
     # Such as a teacher's; its first moves may be no more than rounding errors
     if shares and least <= most and not 0 < least <= most == 1:
         weights = [name for name in weights if name not in shares]
@@ -248,21 +247,33 @@ def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def _averaged(
     before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]
-) -> tuple[float, float] | None:
-    """Which part of the way to one of `others` a weight has moved: at least, at most; any if it is where it was. None: it has not."""
+) -> list[tuple[float, float]]:
+    """Which part of the way to each of `others` a weight may have moved: at least, at most. Any part, if it is where it was but for rounding errors."""
     rounded = 4 * torch.finfo(after.dtype).eps
     before, moved = before.double(), after.double() - before.double()
     if bool((moved.abs() <= rounded * before.abs()).all()):
-        return 0.0, 1.0
+        return [(0.0, 1.0)]
+    found = []
     for other in others:
         way = other.double() - before
         off = rounded * (before.abs() + way.abs())
-        # The rounding errors of all elements, each independent of the others, are in the part, too.
         square = float(way.square().sum())
-        share, unsure = float((way * moved).sum()) / square, float((way * off).norm()) / square
+        if not square:
+            continue
+        # Rounding errors of all elements may have one sign: those of a norm's weights, all of them 1, are the same.
+        share, unsure = float((way * moved).sum()) / square, float((way.abs() * off).sum()) / square
         if bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
-            return share - unsure, share + unsure
-    return None
+            found.append((max(share - unsure, 0.0), min(share + unsure, 1.0)))
+    return found
+
+
+def _common(shares: list[list[tuple[float, float]]]) -> tuple[float, float]:
+    """The part of the way that all weights may have moved, each to one of the weights like it: at least, at most. (1, 0) if there is none."""
+    for start in sorted({low for each in shares for low, _ in each}, reverse=True):
+        ends = [max((high for low, high in each if low <= start <= high), default=-1.0) for each in shares]
+        if min(ends) >= start:
+            return start, min(ends)
+    return 1.0, 0.0
 
 
 def _judge_optimizer(

@@ -580,7 +580,9 @@ def test_gradients_that_are_deleted_of_a_loss_whose_value_is_zero(tmp_path, caps
     assert found == 1 and "FAIL: step 2: no parameter has a gradient other than zero" in out
 
 
-@pytest.mark.parametrize("decay, end", [(0.9, "0.1 to 0.1"), (0.5, "0.5 to 0.5")])
+@pytest.mark.parametrize(
+    "decay, end", [(0.9998, "0.0002 to 0.0002"), (0.9, "0.1 to 0.1"), (0.5, "0.5 to 0.5")]
+)
 def test_an_average_in_the_model(tmp_path, capsys, decay, end):
     with recorded(tmp_path, Task) as (model, optimizer):
         for _ in range(3):
