@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,39 @@ def search(folder: Path) -> None:
     """Modules are found in a folder, too, as those beside a script are by Python."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+class OnlyOutside:
+    """A finder of Python's, which lets no module of a folder be imported."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin is not None:
+            self.require(Path(spec.origin))
+        return None
+
+    def require(self, file: Path) -> None:
+        """Raises ImportError for a file of the folder."""
+        if file.resolve().is_relative_to(self.folder):
+            raise ImportError(f"{file} lies in the recording, whose code is not run: move it elsewhere")
+
+
+def run_nothing_of(folder: Path) -> None:
+    """From now on no code of a folder is run, such as of one that somebody else wrote."""
+    if not any(isinstance(one, OnlyOutside) and one.folder == folder.resolve() for one in sys.meta_path):
+        sys.meta_path.insert(0, OnlyOutside(folder))
+
+
+def require_to_run(file: Path) -> None:
+    """Raises ImportError for a file whose code is not to be run."""
+    for finder in sys.meta_path:
+        if isinstance(finder, OnlyOutside):
+            finder.require(file)
 
 
 def module_name(path: Path) -> str:

@@ -223,12 +223,12 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
         elif _is_rounding(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} changed by rounding errors alone {when}")
-    least, most = _common(list(shares.values()))
+    low, high = _common(list(shares.values()))
     # Such as a teacher's; its first moves may be no more than rounding errors
-    if shares and least <= most and not 0 < least <= most == 1:
+    if shares and low <= high and not 0 < low <= high == 1:
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
-            f"{and_more(list(shares))} moved by {least:.2g} to {most:.2g} of the way to trained weights {when}, as averages do"
+            f"{and_more(list(shares))} moved by {low:.2g} to {high:.2g} of the way to trained weights {when}, as averages do"
         )
     if weights:
         verdict.wrong.append(Wrong(f"{and_more(weights)} changed {when}"))

@@ -123,6 +123,7 @@ class Building:
         about = self.scripts.get(script, {"package": None, "values": {}})
         if not Path(script).is_file():
             raise ImportError(f"the script {script} is not there")
+        user_file.require_to_run(Path(script))
         return _definitions(script, Path(script).read_bytes(), json.dumps(about))
 
     def named(self, name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from lockstep.ground import user_file
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
@@ -26,6 +27,7 @@ class Recording:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        user_file.run_nothing_of(folder)
         self._opened: dict[Path, Any] = {}
         self._holders: dict[int, dict[str, list[int]]] = {}
         path = folder / "model.json"

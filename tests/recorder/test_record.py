@@ -945,6 +945,34 @@ def test_a_script_names_only_what_it_defines(tmp_path):
         made.named(f"{script}:os.system")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("as_script", [True, False])
+def test_no_code_of_a_recording_is_run(tmp_path, monkeypatch, capsys, inside, as_script):
+    """It may be somebody else's. Negative control: a file beside it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder, net = tmp_path / "mine", torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    with record(net, folder, steps=1):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    package = folder / f"code{as_script}{inside}" if inside else tmp_path / f"code{as_script}{inside}"
+    package.mkdir()
+    code = "import pathlib, torch\npathlib.Path(__file__).with_name('run').touch()\nclass Net(torch.nn.Linear):\n    pass\n"
+    (package / "net.py").write_text(code)
+    (package / "__init__.py").write_text(code)
+    model = json.loads((folder / "model.json").read_text())
+    name = ".".join((package / "net").relative_to(tmp_path).parts)
+    model["tree"]["class"] = f"{package / 'net.py' if as_script else name}:Net"
+    (folder / "model.json").write_text(json.dumps(model))
+    status = judge.main([str(folder)])
+    captured = capsys.readouterr()
+    if inside:
+        assert status == 2 and "whose code is not run" in captured.err, captured.err
+        assert not (package / "run").exists()
+    else:
+        assert "whose code is not run" not in captured.err and (as_script or (package / "run").exists())
+
+
 def test_a_class_without_a_name_is_refused():
     class Inside(torch.nn.Linear):
         pass
