@@ -150,7 +150,7 @@ class Reference(Model):
             arrived = often[""] or 1.0
         elif called.has_own_loss and not missing:
             loss, logits, arrived = None, self._begun_at(called, returned), called.about.scale
-        elif loss is not None:
+        elif (loss := returned.get(called.other_loss or "", loss)) is not None:
             _require_labels_of_piece(called)
             scalars = {name: one for name, one in returned.items() if one.ndim == 0}
             own = next(name for name, one in scalars.items() if one is loss)

@@ -1,6 +1,7 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -130,7 +131,8 @@ class Weighed:
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
         if named.weighting is not candidates[0]:
             counts = candidates[0].weights / named.weighting.weights
-            verdict.difference = f"; in {candidates[0].label}, a token would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
+            one = "an element" if "element" in candidates[0].label else "a token"
+            verdict.difference = f"; in {candidates[0].label}, {one} would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
         # Gradients that all but cancel may take a measured weight away from what it is.
         exact = right and by_hand == 1 and not uncertain and not verdict.lowered
         return torch.cat([known if exact else known * named.factor, of_terms])
@@ -211,7 +213,18 @@ class Weighed:
         """(tokens of the micro batches, what their losses divide the sums over these by, the weightings of these sums that are known)."""
         tokens = [one.mean.tokens for one in self.exact]
         of_its_own = any(one.loss is None for one in self.exact)
-        if of_its_own and all(tokens):
+        (function, *others) = {one.mean.function for one in self.exact}
+        if of_its_own and all(tokens) and function and not others and self._is_weighed(function, tokens):
+            self.verdict.notes.append(
+                f"the loop makes its own loss by {function}; how much it counts is judged, its targets are not"
+            )
+            self.verdict.unseen = "the targets of the loss are not judged"
+            return (
+                tokens,
+                self._divisors(),
+                [_of_elements(one) for one in normalisation.known(tokens, self.shares)],
+            )
+        if of_its_own and all(tokens) and not function and not others:
             smoothing = (
                 f" with label smoothing {self.exact[0].mean.smoothing:.2g}"
                 if self.exact[0].mean.smoothing
@@ -247,8 +260,32 @@ class Weighed:
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
         numbers = [one.number for one in self.micro] if self.verdict.pieces > 1 else None
-        divisors = torch.tensor([one.mean.divisor for one in self.exact], dtype=torch.float64)
-        return tokens, divisors, normalisation.known(tokens, self.shares, numbers)
+        return tokens, self._divisors(), normalisation.known(tokens, self.shares, numbers)
+
+    def _divisors(self) -> torch.Tensor:
+        return torch.tensor([one.mean.divisor for one in self.exact], dtype=torch.float64)
+
+    def _is_weighed(self, function: str, tokens: list[int]) -> bool:
+        """Whether a loss function that the loop calls is to count once, as a mean; else a note says how often it does.
+
+        A number that the loop multiplies it with may be meant, but not one of the run's own. Losses of a discriminator are added up.
+        """
+        counts = 1 / self._divisors() / self.verdict.shares
+        named = normalisation.nearest(counts, tokens, normalisation.known(tokens, self.shares))
+        factor, tolerated = named.factor, 1e-4 + max(one.mean.uncertain for one in self.exact)
+        if abs(factor - 1) <= tolerated and named.off <= tolerated:
+            return True
+        sizes = {self.ranks[0].world_size, self.verdict.shares, len(self.ranks[0].micro_batches)} - {1}
+        of_run = any(abs(factor * times - 1) <= tolerated for one in sizes for times in (one, 1 / one))
+        written = function == "mse_loss" and abs(factor - 0.5) <= tolerated
+        added_up = all(one.about.losses[0].one_target for one in self.micro)
+        if of_run and named.off <= tolerated and not written and not added_up:
+            return True
+        label = _of_elements(named.weighting).label
+        self.verdict.notes.append(
+            f"the gradient is {factor:.5g} times that of {label} of {function}, the loop's own loss; that may be meant"
+        )
+        return False
 
     def _of_factor(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
         factor = self.verdict.factor
@@ -393,6 +430,10 @@ class Weighed:
             said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {right:.7g}"
             why = "; it was clipped before scaler.unscale_(optimizer)" * self._is_scale(times)
             self.of_norm.append(Wrong(said, why))
+
+
+def _of_elements(weighting: Weighting) -> Weighting:
+    return dataclasses.replace(weighting, label=weighting.label.replace("token", "element"))
 
 
 class _Size:

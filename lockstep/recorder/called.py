@@ -84,9 +84,15 @@ class Called:
         return self if self.piece is None else self.piece.all[0]
 
     @property
+    def other_loss(self) -> str | None:
+        """The scalar that the loop trains on alone, where the model returns it by another name than `loss`, or leaves it in a module."""
+        trained = [name for name, one in self.about.scalars.items() if one]
+        return trained[0] if self.about.loss is None and not self.arrived and len(trained) == 1 else None
+
+    @property
     def has_own_loss(self) -> bool:
         """Whether the loop makes a loss of its own, with the model's own in it or without it."""
-        return self.about.loss is None or bool(self.arrived)
+        return self.other_loss is None and (self.about.loss is None or bool(self.arrived))
 
     def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
         """Whether another micro batch is the same, bit for bit."""

@@ -24,6 +24,17 @@ class Origin(Strict):
     versions: dict[Name, Name] = {}
 
 
+class SeenLoss(Strict):
+    """A call of a loss function that the loop made (lockstep/recorder/losses.py), and a gradient arrived at."""
+
+    function: Name
+    number: Whole  # elements that it is of
+    weight: MayBreakDown  # of each, in what the backward pass began at
+    roundoff: float
+    is_whole: bool  # whether the backward pass began at this loss, or a multiple of it
+    one_target: bool  # whether all elements have one, such as the 1 of a discriminator
+
+
 class MicroBatch(Strict):
     tensors: list[Name]
     plain: dict[Name, Plain]
@@ -45,6 +56,7 @@ class MicroBatch(Strict):
     together: bool = False  # with the one before: no gradient had arrived there yet
     scalars: dict[Name, MayBreakDown]
     scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
+    losses: list[SeenLoss] = []
     loss: MayBreakDown | None = None
     loss_dtype: Name | None = None  # which FSDP2 may have cast it to
     evaluated: list[str]  # modules in evaluation mode

@@ -42,6 +42,7 @@ from lockstep.recorder import (
     deepspeed_engine,
     divided,
     dropped,
+    losses,
     parallelism,
     patches,
     surroundings,
@@ -94,6 +95,8 @@ class Recorder(Updates):
         self.when_complete: Callable[[], None] = lambda: None  # called when the model is called first
         self.removing.append(dropped.see_dropout(self._sees_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
+        self.removing += losses.see_losses(self._see_loss)
+        self.root: float | None = None  # the value that a backward pass begins at
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
@@ -200,6 +203,7 @@ class Recorder(Updates):
             "elsewhere": False,  # in the loss of another model, such as a discriminator's
             "differentiated": False,  # whether the loop has a gradient of this gradient
             "scalars": {},  # those that arrive at scalars
+            "losses": [],  # that the loop computes
             "scale": 1.0,
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
@@ -353,7 +357,7 @@ class Recorder(Updates):
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
     @harmless
-    def _see_backward(self, roots: Any, *_: object) -> None:
+    def _see_backward(self, roots: Any, *gradients: object) -> None:
         """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
         if being_recomputed():  # a reentrant checkpoint goes backward inside of the backward pass
             return
@@ -361,6 +365,7 @@ class Recorder(Updates):
             self.beside.pop().remove()
         if not self.micro or self.optimizers:
             return
+        self.root = losses.value_of(roots, *gradients[:1])
         # Of FSDP2, whole ones, which are in the places of their shards
         names = {id(one): wrapped.clean(name) for name, one in self.model.named_parameters()}
         for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
@@ -368,6 +373,17 @@ class Recorder(Updates):
                 name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"
                 handle = node.register_hook(functools.partial(self._see_beside, name, place))
                 self.beside.append(handle)
+
+    @harmless
+    def _see_loss(self, loss: losses.Loss, result: torch.Tensor) -> None:
+        outside = self.hooks is not None and not self.hooks.inside
+        plain = torch._C._functorch.peek_interpreter_stack() is None
+        if self.micro and outside and plain and not being_recomputed():
+            result.register_hook(functools.partial(self._see_weight, self.micro[-1], loss))
+
+    @harmless
+    def _see_weight(self, about: dict[str, Any], loss: losses.Loss, gradient: torch.Tensor) -> None:
+        about["losses"].append(loss.about(gradient, None if patches.ASKED else self.root))
 
     @harmless
     def _see_beside(

@@ -42,6 +42,9 @@ class Mean:
     divisor: float = 0.0  # of the sum over these tokens, in the loss
     smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
     uncertain: float = 0.0  # relative error that `divisor` may have
+    function: str = (
+        ""  # of torch's losses, which the loop was seen to call; "" if the gradient says what it is
+    )
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
@@ -128,7 +131,7 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
         gradient = called.whole_of(list(called.arrived.values()))
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is None or recognised is None:
-            return mean
+            return _mean_of_function(called)
         if called.piece is None:  # else they are those of a piece alone
             mean.targets = recognised.labels
         if recognised.weight:
@@ -138,6 +141,17 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
             # What is left may be another term, such as a distillation's, which the weight then has a part of.
             mean.uncertain = FLOOR * max(torch.finfo(gradient.dtype).eps / 2, recognised.rest)
     return mean
+
+
+def _mean_of_function(called: Called) -> Mean:
+    """The same for a loss that is that of one call of torch's function, or a multiple of it."""
+    if called.piece is not None or len(called.about.losses) != 1:
+        return Mean()
+    (seen,) = called.about.losses
+    if not seen.is_whole or not seen.number or not seen.weight:
+        return Mean()
+    divisor = called.about.scale / seen.weight
+    return Mean(seen.number, divisor, uncertain=FLOOR * seen.roundoff, function=seen.function)
 
 
 def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: float) -> Mean:

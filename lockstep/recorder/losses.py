@@ -1,0 +1,96 @@
+"""The losses that a loop computes by torch's functions of what the model returned, and how much each counts: the gradient that arrives at it."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from lockstep.recorder.patches import Undo, replace
+
+# All begin with (input, target). cross_entropy and nll_loss have classes for targets.
+FUNCTIONS = (
+    *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+)
+OF_CLASSES = ("cross_entropy", "nll_loss")
+
+
+class Loss:
+    """One call of a function. `result` is a scalar, or has an element for each that the loss is of."""
+
+    def __init__(self, name: str, given: dict[str, Any], result: torch.Tensor):
+        self.name, self.given, self.result = name, given, result.detach()
+
+    def about(self, gradient: torch.Tensor, whole: float | None) -> dict[str, Any]:
+        """What is recorded once a gradient has arrived: the function, how many elements count, and how much each does; 0 if not alike.
+
+        `whole` is the value that the backward pass began at.
+        """
+        number, of_all = self._number(), gradient
+        if gradient.ndim:
+            of_all = gradient[gradient != 0]
+            alike = of_all.numel() and bool(torch.isclose(of_all, of_all[0], rtol=1e-5, atol=0.0).all())
+            number = of_all.numel() if number and alike else 0
+        elif self.given["reduction"] != "sum" and number:
+            of_all = gradient.double() / number
+        roundoff = torch.finfo(gradient.dtype).eps / 2
+        value = float((self.result.double() * gradient).sum())
+        target = self.given["target"]
+        return {
+            "function": self.name,
+            "number": number,
+            "weight": float(of_all.double().mean()) if number else 0.0,
+            "roundoff": roundoff,
+            "is_whole": whole is not None and math.isclose(value, whole, rel_tol=max(1e-5, 8 * roundoff)),
+            "one_target": target.is_floating_point() and len(target.unique()) == 1,
+        }
+
+    def _number(self) -> int:
+        """How many elements it is a mean or a sum of; 0 where they do not count alike, or old options say how."""
+        target = self.given["target"]
+        weighed = ("weight", "pos_weight", "reduce", "size_average")
+        if any(self.given.get(one) is not None for one in weighed) or not target.numel():
+            return 0
+        if self.name in OF_CLASSES and not target.is_floating_point():
+            return int((target != self.given["ignore_index"]).sum())
+        if self.name in OF_CLASSES:
+            return target.numel() // target.shape[min(1, target.ndim - 1)]
+        return (
+            len(self.given["input"])
+            if self.given["reduction"] == "batchmean"
+            else self.given["input"].numel()
+        )
+
+
+def see_losses(see: Callable[[Loss, torch.Tensor], None]) -> list[Undo]:
+    """Let `see` be told of the calls of these functions whose result needs gradients, and of that."""
+    return [_seen(name, see) for name in FUNCTIONS]
+
+
+def _seen(name: str, see: Callable[[Loss, torch.Tensor], None]) -> Undo:
+    real = getattr(F, name)
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
+        if not torch.compiler.is_compiling() and type(result) is torch.Tensor and result.requires_grad:
+            bound = signature.bind(*arguments, **options)
+            bound.apply_defaults()
+            if type(bound.arguments["target"]) is torch.Tensor:
+                see(Loss(name, bound.arguments, result), result)
+        return result
+
+    return replace(F, name, call)
+
+
+def value_of(roots: Any, gradients: Any = None) -> float | None:
+    """What a backward pass begins at, if it is one number, and nothing is said of its gradient."""
+    found = tree_leaves(roots)
+    one = found[0] if len(found) == 1 and gradients is None else None
+    return float(one.detach()) if type(one) is torch.Tensor and one.numel() == 1 else None

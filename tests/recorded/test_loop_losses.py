@@ -1,0 +1,111 @@
+"""Losses that a loop computes by torch's functions, or that a model leaves in an attribute: how much each counts is judged."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import judge
+
+
+class Net(torch.nn.Module):
+    """Leaves its loss if it is given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        logits = self.head(torch.tanh(self.inside(x)))
+        if labels is not None:
+            self.last_loss = F.cross_entropy(logits, labels)
+        return logits
+
+
+LOSSES = {
+    "mse": lambda out, wanted, labels: F.mse_loss(out, wanted),
+    "mse by element": lambda out, wanted, labels: F.mse_loss(out, wanted, reduction="none").mean(),
+    "mse of a sum": lambda out, wanted, labels: F.mse_loss(out, wanted, reduction="sum") / out.numel(),
+    "nll": lambda out, wanted, labels: torch.nn.NLLLoss()((out / 2).log_softmax(-1), labels),
+    "classes": lambda out, wanted, labels: F.cross_entropy(out / 0.7, labels),
+    "bce": lambda out, wanted, labels: F.binary_cross_entropy_with_logits(out, (wanted > 0).float()),
+    "discriminator": lambda out, wanted, labels: F.binary_cross_entropy_with_logits(
+        out, torch.ones_like(out)
+    ),
+    "two": lambda out, wanted, labels: F.mse_loss(out, wanted) + 0.3 * F.l1_loss(out, wanted),
+}
+TIMES = "the gradient is 3 times that of the mean over all elements of the global batch, which is the micro batches of a rank"
+
+
+def trained(folder, name, factor=1 / 3, last=6):
+    """Three micro batches a step; the last may be smaller."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with lockstep.record(net, folder):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for rows in (6, 6, last):
+                x, wanted, labels = torch.randn(rows, 8), torch.randn(rows, 4), torch.randint(4, (rows,))
+                if name == "left":
+                    net(x, labels)
+                    loss = net.last_loss
+                else:
+                    loss = LOSSES[name](net(x), wanted, labels)
+                (loss * factor).backward()
+            optimizer.step()
+
+
+def verdict_on(folder, capsys):
+    status = judge.main([str(folder)])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mse", "mse by element", "mse of a sum", "nll", "classes", "bce"])
+def test_a_mean_over_the_micro_batches_passes(tmp_path, capsys, name):
+    trained(tmp_path, name)
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and "PASS: 2 steps; the targets of the loss are not judged" in out, out
+
+
+@pytest.mark.parametrize("name", ["mse", "mse by element", "mse of a sum", "nll", "classes", "bce"])
+def test_losses_that_are_added_up_fail(tmp_path, capsys, name):
+    trained(tmp_path, name, 1.0)
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 1 and f"FAIL: step 1: {TIMES}" in out, out
+
+
+def test_a_smaller_micro_batch_counts_as_much_as_another(tmp_path, capsys):
+    trained(tmp_path, "mse", last=2)
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and "of the micro batches' means; in the mean over all elements" in out, out
+
+
+@pytest.mark.parametrize(
+    "name, factor, said",
+    [
+        ("discriminator", 1.0, "3 times that of the mean over all elements"),
+        ("mse", 1 / 6, "0.5 times that of the mean over all elements"),
+        ("nll", 10 / 3, "10 times that of the mean over all elements"),
+    ],
+)
+def test_a_factor_that_may_be_meant_is_noted(tmp_path, capsys, name, factor, said):
+    """Both losses of a discriminator are added up, half of a square has the gradient of a difference, and a number may be chosen."""
+    trained(tmp_path, name, factor)
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and f"note: the gradient is {said} of the global batch" in out, out
+
+
+def test_of_several_terms_none_is_the_loss(tmp_path, capsys):
+    trained(tmp_path, "two", 1.0)
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and "PASS: 2 steps; the loss itself is not judged" in out, out
+
+
+@pytest.mark.parametrize(
+    "factor, status, said", [(1 / 3, 0, "18 tokens"), (1.0, 1, "the gradient is 3 times")]
+)
+def test_a_loss_that_the_model_leaves_in_an_attribute(tmp_path, capsys, factor, status, said):
+    trained(tmp_path, "left", factor)
+    found, out = verdict_on(tmp_path, capsys)
+    assert found == status and said in out and "not judged" not in out, out
