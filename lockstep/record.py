@@ -12,12 +12,11 @@ import multiprocessing
 import runpy
 import sys
 import time
-import traceback
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.errors import UserError, run_program
+from lockstep.ground.errors import UserError, run_program, show_exception
 from lockstep.ground.files import require_writable_folder
 from lockstep.ground.flags import Parser
 
@@ -75,7 +74,7 @@ def _run(script: Path, arguments: list[str], finding: "Finding") -> int:
     except UserError:
         raise
     except Exception:  # noqa: BLE001 - of the script: the recorder's own end the recording alone
-        traceback.print_exc()
+        show_exception()
         return 1
     finally:
         finding.stop()

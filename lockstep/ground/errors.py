@@ -5,7 +5,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 
 from lockstep.ground import startup
@@ -56,12 +55,12 @@ def run_program(name: str, body: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except (UserError, TrainingFailure) as error:
-        _say(f"{name}: {printable(error)}")
+        say(f"{name}: {printable(error)}")
         return error.exit_code
     except KeyboardInterrupt:
         said, status = startup.stopped()
         if startup.speaks():
-            _say(f"{name}: {said}")
+            say(f"{name}: {said}")
         return status
     except (
         BrokenPipeError
@@ -69,12 +68,21 @@ def run_program(name: str, body: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - status 1 would be taken for a verdict
-        traceback.print_exc()
-        _say(
+        show_exception()
+        say(
             f"{name}: internal error ({type(error).__name__}: {first_line(error)}); this is no verdict, please report it with the lines above"
         )
         return INTERNAL
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def say(line: str) -> None:
+    """A script may have replaced `print`, so that ranks other than the first do not print."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def show_exception() -> None:
+    """The one that is being handled, with its traceback. That of Python's file for it is printed by `print`."""
+    kind, error, where = sys.exc_info()
+    assert kind is not None and error is not None
+    sys.__excepthook__(kind, error, where)

@@ -26,6 +26,7 @@ from lockstep.verdict.picture import draw
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 ROUNDED = 4  # machine epsilons of a weight's norm
+SAME_NORM = 16  # machine epsilons that norms may be apart that are to be one
 
 
 def judge(
@@ -206,6 +207,12 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
     shares: dict[str, list[tuple[float, float]]] = {}
+
+    def alike(shape: torch.Size) -> Iterator[torch.Tensor]:
+        """The trained weights of this shape."""
+        names = (one for one, own in shapes.items() if one in trained and own == shape)
+        return (recording.whole(step, f"weight/{one}")[0] for one in names)
+
     for name in list(weights):
         before, after = (
             recording.whole(number, f"{kind}/{name}")[0]
@@ -216,13 +223,14 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             weights.remove(name)
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
-        elif name not in trained:
-            alike = (one for one, shape in shapes.items() if one in trained and shape == after.shape)
-            found = _averaged(before, after, (recording.whole(step, f"weight/{one}")[0] for one in alike))
-            shares |= {name: found} if found else {}
+        elif name not in trained and (near := _averaged(before, after, alike(after.shape))):
+            shares[name] = near
         elif _is_rounding(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} changed by rounding errors alone {when}")
+        elif _is_normalised(before, after):
+            weights.remove(name)
+            verdict.notes.append(f"{name} was normalised {when}: its rows or columns have one norm")
     low, high = _common(list(shares.values()))
     # Such as a teacher's; its first moves may be no more than rounding errors
     if shares and low <= high and not 0 < low <= high == 1:
@@ -243,6 +251,18 @@ def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
     eps = min(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
     before = before.double()
     return bool((after.double() - before).norm() <= ROUNDED * eps * before.norm())
+
+
+def _is_normalised(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether each row, or each column, has its direction still, and all have one norm, as prototypes that a loop normalises."""
+    eps = torch.finfo(after.dtype).eps
+    for dim in range(after.ndim) if after.ndim > 1 else ():
+        norms = after.double().norm(dim=dim, keepdim=True)
+        again = before.double() / before.double().norm(dim=dim, keepdim=True) * norms
+        same = bool((norms / norms.mean() - 1).abs().max() <= SAME_NORM * eps)
+        if same and bool(((again - after).abs() <= SAME_NORM * eps * norms).all()):
+            return True
+    return False
 
 
 def _averaged(

@@ -12,7 +12,7 @@ import torch
 from torch.optim import optimizer
 
 from lockstep.ground import user_file
-from lockstep.recorder import divided, patches, wrapped
+from lockstep.recorder import divided, losses, patches, wrapped
 from lockstep.recorder.recorder import Recorder
 from lockstep.recorder.tree import MAIN
 from lockstep.recorder.whole_run import Loaders
@@ -76,12 +76,13 @@ class Finding:
             optimizer.register_optimizer_step_post_hook(ends),
         )
         # Before the script asks: Python looks torch.autograd.grad up before it calls the model, in the arguments.
-        sees_no_more = patches.see_asking()
+        sees_no_more = patches.see_asking(), losses.see_losses()
         self._model_is_complete = divided.see_divisions()
 
         def restore() -> None:
             self._model_is_complete()
-            sees_no_more()
+            for undo in sees_no_more:
+                undo()
             torch.nn.Module.__call__ = real  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()

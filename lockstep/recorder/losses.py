@@ -67,23 +67,34 @@ class Loss:
         )
 
 
-def see_losses(see: Callable[[Loss, torch.Tensor], None]) -> list[Undo]:
-    """Let `see` be told of the calls of these functions whose result needs gradients, and of that."""
-    return [_seen(name, see) for name in FUNCTIONS]
+# What is told of each call whose result needs gradients, and of that result
+WATCHING: list[Callable[[Loss, torch.Tensor], None]] = []
 
 
-def _seen(name: str, see: Callable[[Loss, torch.Tensor], None]) -> Undo:
+def see_losses() -> Undo:
+    """Lets WATCHING be told of the calls. Python looks a function up before it calls the model, in the arguments: so before a model is found."""
+    undos = [_seen(name) for name in FUNCTIONS]
+
+    def restore() -> None:
+        for undo in undos:
+            undo()
+
+    return restore
+
+
+def _seen(name: str) -> Undo:
     real = getattr(F, name)
     signature = inspect.signature(real)
 
     @functools.wraps(real)
     def call(*arguments: Any, **options: Any) -> Any:
         result = real(*arguments, **options)
-        if not torch.compiler.is_compiling() and type(result) is torch.Tensor and result.requires_grad:
+        known = not torch.compiler.is_compiling() and type(result) is torch.Tensor
+        if known and result.requires_grad and WATCHING:
             bound = signature.bind(*arguments, **options)
             bound.apply_defaults()
             if type(bound.arguments["target"]) is torch.Tensor:
-                see(Loss(name, bound.arguments, result), result)
+                WATCHING[-1](Loss(name, bound.arguments, result), result)
         return result
 
     return replace(F, name, call)

@@ -95,7 +95,8 @@ class Recorder(Updates):
         self.when_complete: Callable[[], None] = lambda: None  # called when the model is called first
         self.removing.append(dropped.see_dropout(self._sees_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
-        self.removing += losses.see_losses(self._see_loss)
+        losses.WATCHING.append(self._see_loss)
+        self.removing.append(functools.partial(losses.WATCHING.remove, self._see_loss))
         self.root: float | None = None  # the value that a backward pass begins at
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
@@ -401,8 +402,10 @@ def recording(
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
     recorder = Recorder(model, Path(folder), steps, modules)
     recorder.when_complete = divided.see_divisions()
+    sees_no_more = losses.see_losses()
     try:
         yield recorder
     finally:
         recorder.when_complete()
         recorder.stop()
+        sees_no_more()

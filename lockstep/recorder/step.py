@@ -5,8 +5,6 @@ import functools
 import inspect
 import json
 import os
-import sys
-import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from lockstep.ground import origin
-from lockstep.ground.errors import UserError, first_line
+from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
 from lockstep.recorder import parallelism, tree, wrapped
 from lockstep.recorder.kept import Kept, copied
@@ -41,7 +39,7 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - of whatever a model returns, an optimizer holds, a disk has no room for
-            traceback.print_exc()
+            show_exception()
             recorder.give_up(f"{type(error).__name__}: {first_line(error)}")
             return None
 
@@ -111,7 +109,7 @@ class Recorded:
             others = any(self.of_others.values())
             said = "the optimizers that stepped hold none of the recorded model's parameters" * others
             said = f"no step was recorded: {said or 'no optimizer made one, or a GradScaler skipped all of them'}"
-            print(f"lockstep.record: {said} (rank {self.rank})", file=sys.stderr, flush=True)
+            say(f"lockstep.record: {said} (rank {self.rank})")
         self._remove_hooks()
         for remove in self.always:
             remove()
@@ -127,7 +125,7 @@ class Recorded:
         """The same where something went wrong; the training goes on."""
         self.discard()
         said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
-        print(said, file=sys.stderr, flush=True)
+        say(said)
 
     def _remove_hooks(self) -> None:
         for remove in self.removing:
