@@ -118,11 +118,32 @@ def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence
         together = any(one in pieces and other in pieces for pieces in cut)
         same = all(own.samples == of.samples for own, of in zip(ranks[one], ranks[other], strict=False))
         divided = any(number > 1 for step in ranks[one] for number in step.replicas)
+        if _have_same_rows(ranks[one], ranks[other]) and not (together or same):
+            verdict.wrong.append(
+                f"the loaders give ranks {one} and {other} the same samples, which the model is not called with as they are"
+            )
+            return
         if len(given[one]) == 1 and given[one] == given[other] and divided and not (together or same):
             verdict.wrong.append(
                 f"a DistributedSampler gives ranks {one} and {other} the samples of rank {given[one].pop()}"
             )
             return
+
+
+def _have_same_rows(one: list[RunStep], other: list[RunStep]) -> bool:
+    """Whether loaders gave two ranks the same, and each called the model with as many samples before it fetched others, so with all of them."""
+    found = []
+    for steps in (one, other):
+        loaded = [batch for step in steps for batch in step.loaded]
+        sizes = [len(micro) for step in steps for micro in step.samples]
+        used = [
+            batch.rows
+            for batch, after in itertools.pairwise(loaded)
+            if sum(sizes[batch.calls : after.calls]) == len(batch.rows)
+        ]
+        found.append((used, len(loaded)))
+    (rows, number), same = found[0], found[0] == found[1]
+    return same and len(rows) == number - 1 > 0 and len({row for batch in rows for row in batch}) > 1
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:

@@ -3,6 +3,7 @@
 The reference computes as the model does, so a fault in what the model is given or sees is in both. These checks need no reference.
 """
 
+import contextlib
 import inspect
 import math
 from collections import Counter
@@ -267,7 +268,10 @@ def _judge_sight(
     if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
         return
     for changed, looked_at, what in trials.values():
-        off = _change(reference, called, ids, right, changed)[looked_at]
+        change = _change(reference, called, ids, right, changed)
+        if change is None:
+            return
+        off = change[looked_at]
         if (off > SEEN * right.abs().max()).any():
             verdict.wrong.append(
                 f"{what} (in micro batch {called.number} of rank {called.ranks[0]}; by up to {float(off.max()):.2g})"
@@ -277,20 +281,27 @@ def _judge_sight(
 
 def _change(
     reference: Reference, called: Called, ids: str, right: torch.Tensor, changed: torch.Tensor
-) -> torch.Tensor:
-    """By how much each logit changes from `right` with the tokens at the places that are `changed`."""
+) -> torch.Tensor | None:
+    """By how much each logit changes from `right` with other tokens at the places that are `changed`.
+
+    None for a model that cannot be called with them, such as one in which as many tokens stand for an image as it has parts.
+    """
     other = torch.where(changed, (called.tensors[ids] + 1) % right.shape[-1], called.tensors[ids])
-    logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
-    assert logits is not None
-    return (logits - right).abs()
+    with contextlib.suppress(Exception):
+        logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
+        return None if logits is None else (logits - right).abs()
+    return None
 
 
 def _is_causal(reference: Reference, called: Called, name: str, along: int) -> bool:
-    """Whether the logits of the first half along a dim depend on no token of the second."""
+    """Whether the logits of the first half along a dim depend on no token of the second. Not known of a model that takes no other tokens."""
     ids, right = called.tensors[name], reference.logits(called)
     assert right is not None
     later = (torch.arange(ids.shape[along]) >= ids.shape[along] // 2).unsqueeze(1 - along).expand_as(ids)
-    off = _change(reference, called, name, right, later).view(*ids.shape, -1)[~later]
+    change = _change(reference, called, name, right, later)
+    if change is None:
+        return False
+    off = change.view(*ids.shape, -1)[~later]
     return not (off > SEEN * right.abs().max()).any()
 
 

@@ -219,7 +219,11 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             for number, kind in ((step - 1, "updated"), (step, "weight"))
         )
         least, most = after.min(), after.max()
-        if (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
+        if torch.equal(torch.where(after == 0, 0, before), after) and after.any():
+            weights.remove(name)
+            number = int(((after == 0) & (before != 0)).sum())
+            verdict.notes.append(f"{number} elements of {name} were set to 0 {when}, as by pruning")
+        elif (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
             weights.remove(name)
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")

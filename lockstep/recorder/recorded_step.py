@@ -187,6 +187,13 @@ class Order(Strict):
     calls: Whole  # of the model in the step, before
 
 
+class Loaded(Strict):
+    """A batch of a loader."""
+
+    rows: list[int]  # hashes of what it has for each sample
+    calls: Whole  # of the model, before it was fetched
+
+
 class RunStep(Strict):
     """What is kept of every step of a rank (lockstep/recorder/whole_run.py)."""
 
@@ -197,6 +204,7 @@ class RunStep(Strict):
     data_sets: list[Whole]
     shuffled: bool
     replicas: list[Count]
+    loaded: list[Loaded] = []  # the first ones
     given: list[Whole] = []  # the ranks whose samples DistributedSamplers give
     orders: list[Order] = []
     sources: list[int] = []  # of each micro batch, the sampler that it is of; -1: another

@@ -1,7 +1,7 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives,
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives, "loaded": of the first batches of loaders, a hash of what each has for a sample,
                                "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
@@ -32,6 +32,7 @@ from lockstep.recorder.hashes import hashes
 from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
+BATCHES = 8  # of loaders, that are hashed as they are fetched
 
 
 class Loaders:
@@ -40,6 +41,7 @@ class Loaders:
     def __init__(self) -> None:
         self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
         self.source: Any = None  # the sampler that the last batch is of
+        self.fetched = self.calls = 0  # batches, and calls of the model, so far
         self.begin()
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
@@ -49,6 +51,9 @@ class Loaders:
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
+        self.loaded: list[
+            dict[str, Any]
+        ] = []  # the first batches, by hashes of what they have for each sample
         self.given = set[int]()  # the ranks whose samples DistributedSamplers give
         self.with_replacement = False
         self.orders: list[dict[str, int]] = []
@@ -75,10 +80,20 @@ class Loaders:
         @functools.wraps(real)
         def following(iterator: Any) -> Any:
             batch = real(iterator)  # unless it was the last
+            self._see_batch(batch)
             self.source = getattr(iterator._index_sampler, "sampler", None)
             return batch
 
         return replace(_BaseDataLoaderIter, "__next__", following)
+
+    def _see_batch(self, batch: Any) -> None:
+        """Of a few batches: they are hashed where they are, and a loop may do what it likes with them, such as add noise."""
+        self.fetched += 1
+        rows = [one for one in tree_leaves(batch) if _is_dense(one)] if self.fetched <= BATCHES else []
+        if rows:
+            alike = [one for one in rows if len(one) == len(rows[0])]
+            hashed = torch.stack([hashes(one) for one in alike]).sum(0).tolist()
+            self.loaded.append({"rows": hashed, "calls": self.calls})
 
     def see_call(self) -> None:
         """The model is called with what was fetched last."""
@@ -86,6 +101,7 @@ class Loaders:
         known = isinstance(self.source, DistributedSampler)
         self.sources.append(self.samplers.get(self.source, -1) if known else -1)
         self.source = None  # what it is called with next may be of no loader
+        self.calls += 1
 
     def close(self) -> None:
         for remove in self.removing:
@@ -147,7 +163,7 @@ class WholeRun:
             self.rates = self.coming if self.updating else []
         self.called, self.elsewhere = True, []
         self.loaders.see_call()
-        tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor) and one.ndim > 0]
+        tensors = [one for one in tree_leaves(given) if _is_dense(one)]
         if tensors:
             mask = given.get("attention_mask")
             # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
@@ -177,6 +193,7 @@ class WholeRun:
                 "shuffled": self.loaders.shuffled,
                 "replicas": sorted(self.loaders.replicas),
                 "given": sorted(self.loaders.given),
+                "loaded": self.loaders.loaded,
                 "orders": self.loaders.orders,
                 "sources": self.loaders.sources,
                 "with_replacement": self.loaders.with_replacement,
@@ -228,6 +245,10 @@ class WholeRun:
         if self.stepped:
             self._end_step()
         self.write()
+
+
+def _is_dense(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.layout is torch.strided and one.ndim > 0
 
 
 def _schedules() -> list[type]:
