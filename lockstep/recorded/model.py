@@ -209,6 +209,9 @@ class Model(Passes):
             )
         tensors = self._widened(called.tensors)
         tensors |= {name: _channels_last(tensors[name]) for name in called.about.channels_last}
+        if called.about.param_dtype and not self.exact:  # which FSDP2 casts them to
+            cast = dtype_of(called.about.param_dtype)
+            tensors |= {name: one.to(cast) for name, one in tensors.items() if one.is_floating_point()}
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)

@@ -146,17 +146,41 @@ def _have_same_rows(one: list[RunStep], other: list[RunStep]) -> bool:
     return same and len(rows) == number - 1 > 0 and len({row for batch in rows for row in batch}) > 1
 
 
+def _again(order: list[int]) -> int:
+    """How many sights of known samples come before the last one that is new."""
+    seen: set[int] = set()
+    last_new = 0
+    for place, sample in enumerate(order):
+        last_new = last_new if sample in seen else place + 1
+        seen.add(sample)
+    return last_new - len(seen)
+
+
+def _epochs(number: int, ranks: list[list[RunStep]]) -> list[list[int]]:
+    """The samples of each epoch that the loop leaves before its end, as other samples are to come; of all steps, if it leaves none."""
+    left = {step + 1 for step in range(number) if any(steps[step].cut for steps in ranks)} - {number}
+    places = [0, *sorted(left), number]
+    epochs = [
+        _seen(steps[step] for step in range(one, other) for steps in ranks)
+        for one, other in itertools.pairwise(places)
+    ]
+    # A loader that is begun anew for each batch gives the first one, or any.
+    some = all(other - one > 1 for one, other in itertools.pairwise(places[:-1]))
+    alike = len(epochs) > 1 and any(set(one) == set(other) for one, other in itertools.pairwise(epochs[:-1]))
+    begin_alike = len(epochs) > 1 and epochs[0][:IN_ORDER] == epochs[1][:IN_ORDER]
+    whole = [_seen(steps[step] for step in range(number) for steps in ranks)]
+    return epochs if some and not alike and not begin_alike else whole
+
+
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
     """No sample is seen again before all have been seen once, but for those that fill the last batch of an epoch."""
     order = _seen(steps[number] for number in range(verdict.steps) for steps in ranks)
     verdict.samples = len(order)
-    first: dict[int, int] = {}
-    for place, sample in enumerate(order):
-        first.setdefault(sample, place)
+    first = set(order)
     if len(first) == len(order) or with_replacement:
         return
-    last_new = max(first.values())
-    again = last_new + 1 - len(first)  # sights of known samples before that
+    epochs = _epochs(verdict.steps, ranks)
+    again = sum(map(_again, epochs))
     in_a_step = len(order) // max(verdict.steps, 1)
     if again > max(in_a_step, FEW * len(order)):
         verdict.wrong.append(
@@ -166,7 +190,7 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
         return
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
     often = len(order) - len(first) > max(in_a_step, FEW * len(order))  # else some are in it twice
-    if len(sizes) == 1 and often and len(first) + in_a_step < AN_EPOCH * max(sizes):
+    if len(sizes) == 1 and len(epochs) == 1 and often and len(first) + in_a_step < AN_EPOCH * max(sizes):
         said = (
             f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has; "
             "where they are drawn with replacement, say --with-replacement"

@@ -75,7 +75,7 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
     whole = compile(source, names["__file__"], "exec", dont_inherit=True)
     place = about["path"], about["line"], about["enclosed"].keys()
     there = [
-        one for one in _codes(whole) if (one.co_qualname, one.co_firstlineno, {*one.co_freevars}) == place
+        one for one in codes_in(whole) if (one.co_qualname, one.co_firstlineno, {*one.co_freevars}) == place
     ]
     if len(there) > 1:  # in one line
         there = [one for one in there if _digest(one) == about["digest"]]
@@ -104,8 +104,9 @@ def _digest(code: types.CodeType) -> str:
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Of the functions that are defined inside."""
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield one
-            yield from _codes(one)
+            yield from codes_in(one)

@@ -46,11 +46,17 @@ def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], nam
     return output
 
 
-def map_left(model: torch.nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """The same with what a forward pass has left in its modules, such as a router's loss that the loop adds; a name is MODULE:ATTRIBUTE."""
+def map_left(
+    model: torch.nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor], since: int = 0
+) -> None:
+    """The same with what a forward pass has left in its modules, such as a router's loss that the loop adds; a name is MODULE:ATTRIBUTE.
+
+    What was made before the function with the number `since` is not of the pass.
+    """
 
     def made(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.grad_fn is None else change(name, tensor)
+        of_pass = tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since
+        return change(name, tensor) if of_pass else tensor
 
     for name, module in model.named_modules():
         for key, value in list(vars(module).items()):

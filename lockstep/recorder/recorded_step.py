@@ -209,6 +209,7 @@ class RunStep(Strict):
     orders: list[Order] = []
     sources: list[int] = []  # of each micro batch, the sampler that it is of; -1: another
     with_replacement: bool = False  # by a RandomSampler
+    cut: Whole = 0  # how often a loader begins anew after it that was not at its end
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

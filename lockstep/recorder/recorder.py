@@ -220,6 +220,7 @@ class Recorder(Updates):
         self._keep_inputs(number, about, given, noted)
         self.micro.append(about)
         self.generators = generators()
+        self.begun_at = torch.autograd._get_sequence_nr()
         self.random, self.frames = torch.get_rng_state(), parallelism.compiled_frames()
 
     def _keep_inputs(
@@ -333,7 +334,7 @@ class Recorder(Updates):
             return own
 
         returned = mapped(output, watched)
-        map_left(self.model, watched)
+        map_left(self.model, watched, self.begun_at)
         return returned
 
     @harmless

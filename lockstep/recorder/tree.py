@@ -47,6 +47,14 @@ PACKAGES = CONFIGURATIONS | {
 }  # whose functions and classes a tree may name, beside the model's own
 MAIN = {"__main__", "__mp_main__"}  # the script that runs, and the same in a process that it spawned
 PLAIN = (type(None), bool, int, str)
+NO_OBJECTS = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    torch.Tensor,
+)
 SEQUENCES: dict[str, Callable[[list], Any]] = {"tuple": tuple, "list": list, "set": set, "size": torch.Size}
 TREE = dict[str, Any]
 
@@ -112,7 +120,11 @@ class Describing:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
             kind, values = quantized.before(module)
-        attributes = self.values(values | divided.wholes(module, self.sizes), name)
+        values |= divided.wholes(module, self.sizes)
+        attributes = self.values(values, name)
+        for key in values.keys() - attributes.keys():
+            read = _numbers_read(values[key], kind)
+            attributes |= {key: {"left": read}} if read else {}
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
             f"{one.__name__} of {name or 'the model'}"
@@ -306,6 +318,24 @@ class Describing:
         elif isinstance(value, list):
             about["elements"] = self._all(list.__iter__(value), where)
         return about
+
+
+def _numbers_read(value: object, kind: type) -> TREE:
+    """Numbers and texts of an object that is left out, such as of a tokenizer, by those names that the code of a module's class has."""
+    if isinstance(value, NO_OBJECTS):
+        return {}
+    found: TREE = {}
+    functions_of = (
+        one for base in kind.__mro__ for one in vars(base).values() if base is not torch.nn.Module
+    )
+    codes = [one.__code__ for one in functions_of if isinstance(one, types.FunctionType)]
+    for name in {
+        name for code in codes for one in (code, *functions.codes_in(code)) for name in one.co_names
+    }:
+        with contextlib.suppress(Exception):  # of a property
+            one = getattr(value, name)
+            found |= {name: one} if type(one) in (bool, int, float, str) else {}
+    return found
 
 
 def _calls_others(forward: Any, module: torch.nn.Module) -> bool:

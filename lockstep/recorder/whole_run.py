@@ -2,7 +2,7 @@
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
                                "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives, "loaded": of the first batches of loaders, a hash of what each has for a sample,
-                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
+                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so, "cut": how often a loader then begins anew before it was at its end,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -41,6 +41,11 @@ class Loaders:
     def __init__(self) -> None:
         self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
         self.source: Any = None  # the sampler that the last batch is of
+        self.loader = 0  # the one that the last batch is of: the id of what chooses its samples
+        self.unfinished, self.trained = (
+            set[int](),
+            set[int](),
+        )  # of loaders, and of those whose batches are trained on
         self.fetched = self.calls = 0  # batches, and calls of the model, so far
         self.begin()
         self.removing = [
@@ -55,13 +60,16 @@ class Loaders:
             dict[str, Any]
         ] = []  # the first batches, by hashes of what they have for each sample
         self.given = set[int]()  # the ranks whose samples DistributedSamplers give
-        self.with_replacement = False
+        self.with_replacement, self.cut = False, 0
         self.orders: list[dict[str, int]] = []
         self.sources: list[
             int
         ] = []  # of each call of the model in this step: a sampler's number, -1 for another
 
     def _see_data(self, loader: Any) -> None:
+        begun = id(loader._index_sampler)
+        self.cut += begun in self.unfinished & self.trained
+        self.unfinished.discard(begun)
         with contextlib.suppress(TypeError):  # an iterable data set has no length
             self.data_sets.add(len(loader.dataset))
 
@@ -79,7 +87,10 @@ class Loaders:
 
         @functools.wraps(real)
         def following(iterator: Any) -> Any:
+            self.loader = id(iterator._index_sampler)
+            self.unfinished.discard(self.loader)
             batch = real(iterator)  # unless it was the last
+            self.unfinished.add(self.loader)
             self._see_batch(batch)
             self.source = getattr(iterator._index_sampler, "sampler", None)
             return batch
@@ -102,6 +113,7 @@ class Loaders:
         self.sources.append(self.samplers.get(self.source, -1) if known else -1)
         self.source = None  # what it is called with next may be of no loader
         self.calls += 1
+        self.trained.add(self.loader)
 
     def close(self) -> None:
         for remove in self.removing:
@@ -197,6 +209,7 @@ class WholeRun:
                 "orders": self.loaders.orders,
                 "sources": self.loaders.sources,
                 "with_replacement": self.loaders.with_replacement,
+                "cut": self.loaders.cut,
                 "evaluated": self.evaluated,
             }
         )
