@@ -22,7 +22,7 @@ from lockstep.recorder.recording import Recording
 from lockstep.verdict.computed import Computed, Term
 from lockstep.verdict.float64 import Entropy, Told
 from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.mean_over import SAME, mean_of, mean_of_calls
+from lockstep.verdict.mean_over import SAME, labels_of, mean_of, mean_of_calls
 from lockstep.verdict.normalisation import Gradients, Sum
 
 
@@ -188,6 +188,9 @@ class Reference(Model):
             if value is not None:
                 value -= sum(term.coefficient * term.value for term in terms.values())
             computed.mean = mean_of(called, value, logits, number)
+            unknown_labels = computed.mean.targets is None and called.piece is None
+            if computed.at_logits is not None and computed.logits is not None and unknown_labels:
+                computed.mean.targets = labels_of(computed.logits, computed.at_logits)
             if logits is None and value is not None:
                 self._look_for_head(called, computed, value, number, calls)
         return computed

@@ -146,7 +146,8 @@ class _Step:
             self.recording.origin.device, single=not verdict.lowered, tf32=in_tf32
         )
         problem = _unusable(self.gradients)
-        copies = sum(one.strangers for one in self.ranks[0].optimizers)
+        optimizers = self.ranks[0].optimizers
+        copies = 0 if any(one.held for one in optimizers) else sum(one.strangers for one in optimizers)
         if problem and copies:
             raise UserError(
                 f"{problem}, and the optimizer holds {copies} tensors that are none of the model's: an update of copies of the weights cannot be judged; "
@@ -156,6 +157,8 @@ class _Step:
             return self._leave("nothing but zeros arrives at what the model returned")
         if problem and all(one.about.loss == 0 for one in self.micro) and not self._arrives():
             return self._leave("its loss and its gradient are 0")
+        if problem and self._arrives() is False:
+            return self._leave("no gradient other than zero arrives at any module, as where no label counts")
         if problem:
             verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
             return verdict
@@ -184,12 +187,13 @@ class _Step:
         self._say_unseen()
         return verdict
 
-    def _arrives(self) -> bool:
-        """Whether a gradient other than zero arrived at a module."""
+    def _arrives(self) -> bool | None:
+        """Whether a gradient other than zero arrived at a module; None if none was recorded."""
         recording, step = self.recording, self.verdict.step
         places = ((rank, name) for rank, about in self.ranks.items() for name in about.places)
         parts = (recording.part(rank, step, name) for rank, name in places if name.startswith("backward/"))
-        return any(bool(one.any()) for one in parts if one is not None)
+        found = [bool(one.any()) for one in parts if one is not None]
+        return any(found) if found else None
 
     def _leave(self, why: str) -> StepVerdict:
         self.verdict.nothing = True

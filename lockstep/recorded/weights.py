@@ -10,6 +10,7 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.recorder.called import IGNORED, Called
+from lockstep.recorder.losses import OF_CLASSES
 from lockstep.recorder.recorded_step import Clip, Step
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
@@ -35,6 +36,7 @@ BEGUN = "; it is there when the backward pass begins"
 LATER = (
     "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
 )
+SAMPLE_MEAN = "sample-mean"
 MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing would not be seen
 
 
@@ -88,7 +90,8 @@ class Weighed:
         self.tokens, self.divisors = tokens, divisors
         self.known = [one.weights * divisors for one in candidates]
         measured = of_losses / divisors
-        named = verdict.named = normalisation.nearest(measured, tokens, candidates)
+        named = normalisation.nearest(measured, tokens, candidates)
+        named = verdict.named = self._of_samples(measured, named) or named
         known = named.weighting.weights * divisors
         self._judge_clips(torch.cat([known, of_terms / named.factor]))
         by_hand = 1.0
@@ -127,7 +130,7 @@ class Weighed:
             verdict.wrong.append(
                 "the gradient is that of the mean of the means of the pieces that samples are cut into: a token counts less in a piece with more of them"
             )
-        elif expect is not None and named.weighting.name != expect and len(candidates) > 1:
+        elif expect is not None and named.weighting.name != expect and not self._is_one(named, candidates):
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
         if named.weighting is not candidates[0]:
             counts = candidates[0].weights / named.weighting.weights
@@ -136,6 +139,24 @@ class Weighed:
         # Gradients that all but cancel may take a measured weight away from what it is.
         exact = right and by_hand == 1 and not uncertain and not verdict.lowered
         return torch.cat([known if exact else known * named.factor, of_terms])
+
+    def _is_one(self, named: Named, candidates: list[Weighting]) -> bool:
+        """Whether all that is known is the same here."""
+        return len(candidates) == 1 and named.weighting is candidates[0]
+
+    def _of_samples(self, measured: torch.Tensor, named: Named) -> Named | None:
+        """A loop's own cross-entropy may be summed over the tokens of each sample: then it is a mean over the samples. None if it is not."""
+        targets = [one.mean.targets for one in self.exact]
+        if abs(named.factor - 1) <= self.verdict.tolerated_weights or self.exact[0].loss is not None:
+            return None
+        samples = sum(0 if one is None else len(one) for one in targets)
+        if any(one is None or one.ndim < 2 for one in targets) or self.verdict.pieces > 1:
+            return None
+        label = "the mean over all samples of the sums over their tokens"
+        weighting = Weighting(SAMPLE_MEAN, label, torch.full_like(measured, 1 / samples))
+        found = normalisation.nearest(measured, self.tokens, [weighting])
+        right = max(abs(found.factor - 1), found.off) <= self.verdict.tolerated_weights
+        return found if right else None
 
     def _mean_of_some(self, candidates: list[Weighting]) -> torch.Tensor | None:
         """The weights of the losses in a known mean that some gradients are of: what is wrong is then wrong with the others alone."""
@@ -268,12 +289,13 @@ class Weighed:
     def _is_weighed(self, function: str, tokens: list[int]) -> bool:
         """Whether a loss function that the loop calls is to count once, as a mean; else a note says how often it does.
 
-        A number that the loop multiplies it with may be meant, but not one of the run's own. Losses of a discriminator are added up.
+        A cross-entropy is. A number that the loop multiplies another one with may be meant, but not one of the run's own. Losses of a
+        discriminator are added up.
         """
         counts = 1 / self._divisors() / self.verdict.shares
         named = normalisation.nearest(counts, tokens, normalisation.known(tokens, self.shares))
         factor, tolerated = named.factor, 1e-4 + max(one.mean.uncertain for one in self.exact)
-        if abs(factor - 1) <= tolerated and named.off <= tolerated:
+        if function in OF_CLASSES or max(abs(factor - 1), named.off) <= tolerated:
             return True
         sizes = {self.ranks[0].world_size, self.verdict.shares, len(self.ranks[0].micro_batches)} - {1}
         of_run = any(abs(factor * times - 1) <= tolerated for one in sizes for times in (one, 1 / one))

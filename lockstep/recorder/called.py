@@ -30,6 +30,7 @@ class Called:
     losses: dict[int, float] = field(default_factory=dict)  # by rank
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    targets: torch.Tensor | None = None  # classes, of a loss that the loop makes itself; -1 where none counts
     # The part of a parameter's gradient that comes from the loop's own loss, not by way of what the model returned
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut

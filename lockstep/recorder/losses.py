@@ -50,6 +50,13 @@ class Loss:
             "one_target": target.is_floating_point() and len(target.unique()) == 1,
         }
 
+    def classes(self) -> torch.Tensor | None:
+        """The targets, if they are classes: -1 where none counts."""
+        target = self.given["target"]
+        if self.name not in OF_CLASSES or target.is_floating_point():
+            return None
+        return target.masked_fill(target == self.given["ignore_index"], -1)
+
     def _number(self) -> int:
         """How many elements it is a mean or a sum of; 0 where they do not count alike, or old options say how."""
         target = self.given["target"]

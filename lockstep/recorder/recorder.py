@@ -8,6 +8,7 @@
 
         batch/M/KEYWORD                  what the model was called with in micro batch M
         forward/M/returned.NAME          a tensor that the model returns, and none of its modules did
+        target/M                         classes that a loss of the loop's own has for targets, -1 where none counts
         backward/M/returned.NAME         the gradient that arrives from the loop at a tensor that the model returns
         beside/M/NAME                    the part of a parameter's gradient that the loop's own loss gives it, not by way of what the model returns
         forward/M/MODULE, backward/M/MODULE            the output of a module, and the gradient that arrives at it
@@ -381,11 +382,14 @@ class Recorder(Updates):
         outside = self.hooks is not None and not self.hooks.inside
         plain = torch._C._functorch.peek_interpreter_stack() is None
         if self.micro and outside and plain and not being_recomputed():
-            result.register_hook(functools.partial(self._see_weight, self.micro[-1], loss))
+            result.register_hook(functools.partial(self._see_weight, len(self.micro) - 1, loss))
 
     @harmless
-    def _see_weight(self, about: dict[str, Any], loss: losses.Loss, gradient: torch.Tensor) -> None:
-        about["losses"].append(loss.about(gradient, None if patches.ASKED else self.root))
+    def _see_weight(self, number: int, loss: losses.Loss, gradient: torch.Tensor) -> None:
+        self.micro[number]["losses"].append(loss.about(gradient, None if patches.ASKED else self.root))
+        classes = loss.classes()
+        if classes is not None:
+            self.kept.keep(f"target/{number}", classes)
 
     @harmless
     def _see_beside(

@@ -290,7 +290,10 @@ class Recording:
                 )
                 if same is None:
                     random = self._tensor(rank, step, f"random/{number}") if micro.drawn else None
-                    same = Called(number, [], micro, tensors, random=random)
+                    name = f"target/{number}"
+                    known = name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
+                    targets = self._tensor(rank, step, name) if known else None
+                    same = Called(number, [], micro, tensors, random=random, targets=targets)
                     found.append(same)
                 same.ranks.append(rank)
                 if micro.loss is not None:

@@ -28,6 +28,7 @@ SURE = (
     1e-3  # of the basis' size: where a label is all but certain, the gradient is too small to have a weight
 )
 CLOSE = {
+    torch.float64: 1e-3,
     torch.float32: 1e-3,
     torch.bfloat16: 0.03,
     torch.float16: 0.01,
@@ -116,6 +117,12 @@ def _smoothing(logits: torch.Tensor, gradient: torch.Tensor, least: float) -> fl
     return found if least < found < 1 else 0.0
 
 
+def labels_of(logits: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """The labels of a cross-entropy, however its tokens count, by its exact gradient at the logits; None if it is none. -1 where no token counts."""
+    found = recognise(logits, gradient)
+    return None if found is None else found.labels
+
+
 def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, number: float) -> Mean:
     """As far as it is seen; `number` is what the loss is said to be a sum over, 0 if it is not said. None for a `loss` that was not seen."""
     mean = Mean()
@@ -151,7 +158,8 @@ def _mean_of_function(called: Called) -> Mean:
     if not seen.is_whole or not seen.number or not seen.weight:
         return Mean()
     divisor = called.about.scale / seen.weight
-    return Mean(seen.number, divisor, uncertain=FLOOR * seen.roundoff, function=seen.function)
+    uncertain = FLOOR * seen.roundoff
+    return Mean(seen.number, divisor, uncertain=uncertain, function=seen.function, targets=called.targets)
 
 
 def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: float) -> Mean:

@@ -26,6 +26,7 @@ LOSSES = {
     "mse": lambda out, wanted, labels: F.mse_loss(out, wanted),
     "mse by element": lambda out, wanted, labels: F.mse_loss(out, wanted, reduction="none").mean(),
     "mse of a sum": lambda out, wanted, labels: F.mse_loss(out, wanted, reduction="sum") / out.numel(),
+    "l1": lambda out, wanted, labels: F.l1_loss(out, wanted),
     "nll": lambda out, wanted, labels: torch.nn.NLLLoss()((out / 2).log_softmax(-1), labels),
     "classes": lambda out, wanted, labels: F.cross_entropy(out / 0.7, labels),
     "bce": lambda out, wanted, labels: F.binary_cross_entropy_with_logits(out, (wanted > 0).float()),
@@ -86,7 +87,7 @@ def test_a_smaller_micro_batch_counts_as_much_as_another(tmp_path, capsys):
     [
         ("discriminator", 1.0, "3 times that of the mean over all elements"),
         ("mse", 1 / 6, "0.5 times that of the mean over all elements"),
-        ("nll", 10 / 3, "10 times that of the mean over all elements"),
+        ("l1", 10 / 3, "10 times that of the mean over all elements"),
     ],
 )
 def test_a_factor_that_may_be_meant_is_noted(tmp_path, capsys, name, factor, said):
@@ -109,3 +110,22 @@ def test_a_loss_that_the_model_leaves_in_an_attribute(tmp_path, capsys, factor, 
     trained(tmp_path, "left", factor)
     found, out = verdict_on(tmp_path, capsys)
     assert found == status and said in out and "not judged" not in out, out
+
+
+@pytest.mark.parametrize(
+    "shift, status, said", [(1, 0, "PASS"), (0, 1, "the token itself: labels are not shifted")]
+)
+def test_targets_of_tokens_are_seen(tmp_path, capsys, shift, status, said):
+    """Of nll_loss, of log-probabilities that the model returns."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(30, 16), torch.nn.Linear(16, 30), torch.nn.LogSoftmax(-1))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            tokens = torch.randint(30, (4, 13))
+            out = net(tokens[:, :-1])
+            F.nll_loss(out.flatten(0, 1), tokens[:, shift : shift + 12].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, out = verdict_on(tmp_path, capsys)
+    assert found == status and said in out, out
