@@ -58,6 +58,12 @@ def judge(run: RunVerdict, own: Recording, other: Recording, steps: Sequence[Ste
         )
 
 
+def _dtypes(recording: Recording) -> set[str]:
+    """Of the weights, when step 1 began: a model may have been cast after the recording had begun."""
+    blocks = (recording.part(0, 1, f"weight/{name}") for name in recording.names(1, "weight"))
+    return {str(one.dtype) for one in blocks if one is not None}
+
+
 def _require_same_model(own: Recording, other: Recording) -> None:
     shapes, there = (
         {name: list(one.shape) for name, one in each.skeleton.named_parameters()} for each in (own, other)
@@ -125,7 +131,7 @@ class _Pair:
         return found
 
     def _precision(self, called: list[list[Called]]) -> Iterator[str]:
-        weights = [{str(of.dtype) for of in one.skeleton.parameters()} for one in self.pair]
+        weights = [_dtypes(one) for one in self.pair]
         computed = [
             {one.about.autocast or one.about.param_dtype or " and ".join(sorted(own)) for one in each}
             for each, own in zip(called, weights, strict=True)

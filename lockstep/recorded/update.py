@@ -131,14 +131,16 @@ def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
 
 def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     """Parameters beside the model's that its optimizers hold: replicas have one gradient. No more is known of them."""
-    ranks = [one.optimizers for one in recording.steps[verdict.step - 1].values()]
-    strangers = sum(one.strangers for one in ranks[0])
-    if not strangers:
-        return
-    verdict.leave(
-        f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
-    )
-    for of_ranks in zip(*([pair for one in rank for pair in one.replicas] for rank in ranks), strict=False):
+    ranks = list(recording.steps[verdict.step - 1].values())
+    strangers = sum(one.strangers for one in ranks[0].optimizers)
+    if strangers:
+        verdict.leave(
+            f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
+        )
+    held = [
+        [pair for one in rank.optimizers for pair in one.replicas] + rank.other_replicas for rank in ranks
+    ]
+    for of_ranks in zip(*held, strict=False):
         if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
             # Before the clipping that it makes differ
             place = len(verdict.wrong) if any(NOT_REDUCED in one for one in verdict.wrong) else 0

@@ -268,6 +268,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     building = Building(tensors, tree["scripts"])
     for path in tree["paths"]:
         user_file.search(Path(path))
+    if "surroundings" in tree:
+        surroundings.set_environment(tree)
     # No mode sees what a scripted function casts; but torch's own formulas for forward-mode derivatives are scripted when they are loaded.
     torch.autograd.forward_ad._maybe_load_decompositions()
     torch.jit._state.disable()

@@ -146,6 +146,7 @@ class Step(Strict):
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     of_others: Whole = 0  # tensors that the optimizers of other models hold
+    other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of those that all ranks may hold
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there

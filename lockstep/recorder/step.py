@@ -144,6 +144,7 @@ class Recorded:
         self.given_up_on = False  # whether a window was clipped, and then set to zero
         self.channels_last: list[str] = []  # parameters
         self.elsewhere = 0  # tensors that optimizers of other models hold
+        self.other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of these
         self.reduced = 0  # elements that were given to collectives that reduce
         self.stepped: set[int] = set()
         self.first_parameters: list[int] = []  # of the optimizers that have stepped
@@ -187,6 +188,7 @@ class Recorded:
             "reduced": self.reduced,
             "skipped": self.skipped,
             "of_others": self.elsewhere,
+            "other_replicas": self.other_replicas,
             "channels_last": self.channels_last,
             "hooked": sorted(self.hooked),
             "hooked_parameters": [

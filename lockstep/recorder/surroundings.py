@@ -11,6 +11,7 @@ import ast
 import contextlib
 import enum
 import functools
+import importlib.util
 import operator
 import os
 import re
@@ -67,8 +68,7 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
     classes = _classes(model)
     files = _files(classes.values())
     known = _names_in(files.values())
-    environment = recorded["environment"].items()
-    os.environ.update({name: text for name, text in environment if name in known and _is_public(name, text)})
+    _set_environment(recorded, known)
     for places, those in ((classes, recorded["classes"]), (files, recorded["globals"])):
         for name in places.keys() & those.keys():
             place = places[name] if isinstance(places[name], type) else sys.modules.get(name)
@@ -81,6 +81,26 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
                         setattr(holder, last, value(those[name][key]))
                     else:  # which may refuse it, as a frozen dataclass does
                         vars(holder)[last] = value(those[name][key])
+
+
+def set_environment(tree: TREE) -> None:
+    """Before the files of a model's classes are imported, which may read it then: the variables that these name."""
+    names, trees = {*tree["scripts"]}, [tree]
+    while trees:
+        one = trees.pop()
+        names.add(one["class"].partition(":")[0])
+        trees += [child for child in one["children"].values() if child is not None]
+    for name in names:
+        with contextlib.suppress(Exception):  # what is not there is said when it is imported
+            spec = None if name.endswith(".py") else importlib.util.find_spec(name)
+            file = name if spec is None else spec.origin or ""
+            if file.endswith(".py") and not user_file.is_installed(Path(file)):
+                _set_environment(tree["surroundings"], _quoted(file))
+
+
+def _set_environment(recorded: TREE, known: set[str]) -> None:
+    texts = recorded["environment"].items()
+    os.environ.update({name: text for name, text in texts if name in known and _is_public(name, text)})
 
 
 @contextlib.contextmanager

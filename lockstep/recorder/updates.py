@@ -151,6 +151,7 @@ class Updates(Recorded):
                 about["elsewhere"] |= number not in known
             self.arrived_since = False
             self.elsewhere += len(held)
+            self.other_replicas += _replicas(held)
             return
         if not self.arrived_since:
             for about in self.micro:
@@ -186,11 +187,7 @@ class Updates(Recorded):
             {
                 **said,
                 "strangers": sum(id(one) not in names for one in held),
-                "replicas": [
-                    [digest_of(one), digest_of(one.grad)]
-                    for one in held
-                    if id(one) not in names and type(one) is torch.nn.Parameter and one.grad is not None
-                ],
+                "replicas": _replicas([one for one in held if id(one) not in names]),
                 "again": again,
                 # Such as one that stands for others, which have stepped in the backward pass
                 "idle": bool(held) and all(one.grad is None for one in held),
@@ -231,6 +228,12 @@ class Updates(Recorded):
         number = len(self.optimizers) - 1
         for name, value in described(optimizer, self.model, number)[1].items():
             self.kept.keep_updated_state(name, value)
+
+
+def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
+    """Hashes of (weights, gradient) of those that all ranks may hold."""
+    alike = (one for one in parameters if type(one) is torch.nn.Parameter)
+    return [[digest_of(one), digest_of(one.grad)] for one in alike if one.grad is not None]
 
 
 def _first(optimizer: torch.optim.Optimizer) -> int:
