@@ -8,6 +8,7 @@ import torch
 
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.reference import Reference
+from lockstep.recorded.weights import SCALARS
 from lockstep.recorder.called import LOG_PROBS, Called
 from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
@@ -18,9 +19,6 @@ from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum, accumulated
 from lockstep.verdict.rows import StepVerdict
-
-# Machine epsilons that the weight of a micro batch may be off by: its loss is divided and scaled in the dtype of the run, and gradients are clipped
-SCALARS = 2
 
 
 class Alone:

@@ -18,7 +18,7 @@ from lockstep.inputs.weights import perturbed
 from lockstep.recorded.streamed import Context, Streamed
 from lockstep.recorder import building
 from lockstep.recorder.called import Called
-from lockstep.recorder.kept import generators, restore_generators
+from lockstep.recorder.kept import generators, in_order, restore_generators
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
@@ -94,9 +94,8 @@ class Model(Passes):
             # Autocast rounds what was moved once more.
             size = torch.finfo(dtype_of(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
             weight = perturbed(weight, generator, size)
-        return (
-            _channels_last(weight) if name in self.recording.steps[self.step - 1][0].channels_last else weight
-        )
+        order = self.recording.steps[self.step - 1][0].orders.get(name)
+        return in_order(weight, order) if order else weight
 
     def perturb(self, draw: int) -> None:
         """Give the model weights that are perturbed by one ulp, others with each number of a draw; 0: its own."""
@@ -208,7 +207,7 @@ class Model(Passes):
                 f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
             )
         tensors = self._widened(called.tensors)
-        tensors |= {name: _channels_last(tensors[name]) for name in called.about.channels_last}
+        tensors |= {name: in_order(tensors[name], order) for name, order in called.about.orders.items()}
         if called.about.param_dtype and not self.exact:  # which FSDP2 casts them to
             cast = dtype_of(called.about.param_dtype)
             tensors |= {name: one.to(cast) for name, one in tensors.items() if one.is_floating_point()}
@@ -293,11 +292,6 @@ def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:
     return [one for one in recording.origin.tf32 if convolves or one != "convolution"] + [
         "recurrent"
     ] * recurs
-
-
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    order = torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d
-    return tensor.contiguous(memory_format=order)
 
 
 def dtype_of(name: str) -> torch.dtype:

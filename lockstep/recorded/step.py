@@ -261,8 +261,7 @@ class _Step:
                 verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
             )
             weights_of = weighed.judge(fitted, again, expect)
-            if weighed.of_some:
-                yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
+            yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
             self.of_norm, nominal = weighed.of_norm, weighed.nominal
             counts = Counts(self.of_ranks, self.gradients, self.clipped, columns, weighed)
             if weighed.unexplained:

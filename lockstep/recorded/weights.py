@@ -9,6 +9,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
+from lockstep.recorded.model import dtype_of
 from lockstep.recorder.called import IGNORED, Called
 from lockstep.recorder.losses import OF_CLASSES
 from lockstep.recorder.recorded_step import Clip, Step
@@ -29,6 +30,8 @@ from lockstep.verdict.normalisation import (
 from lockstep.verdict.rows import StepVerdict, Wrong
 from lockstep.verdict.scalars import float32_norm_error
 
+# Machine epsilons that the weight of a micro batch may be off by in 16 bits: its loss is divided and scaled there, and gradients are clipped
+SCALARS = 2
 SOME = 0.1  # of the gradients, that are right by no accident
 TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
 # Where a factor came in
@@ -67,7 +70,6 @@ class Weighed:
         )
         self.shares = shares_of(micro)
         self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
-        self.of_some = False  # whether some gradients alone are those of a known mean
         self.unexplained = False  # whether no weights give the gradients
         self.tokens, self.divisors = list[int](), torch.ones(0)  # of the micro batches, and of their losses
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
@@ -136,9 +138,13 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             one = "an element" if "element" in candidates[0].label else "a token"
             verdict.difference = f"; in {candidates[0].label}, {one} would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
-        # Gradients that all but cancel may take a measured weight away from what it is.
-        exact = right and by_hand == 1 and not uncertain and not verdict.lowered
-        return torch.cat([known if exact else known * named.factor, of_terms])
+        factor = named.factor
+        if right and by_hand == 1:
+            # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it is.
+            rounded = max((torch.finfo(dtype_of(one)).eps for one in verdict.lowered), default=0.0)
+            off = uncertain + SCALARS * rounded
+            factor = min(max(factor, 1 - off), 1 + off)
+        return torch.cat([known * factor, of_terms])
 
     def _is_one(self, named: Named, candidates: list[Weighting]) -> bool:
         """Whether all that is known is the same here."""
@@ -165,7 +171,7 @@ class Weighed:
             known = candidate.weights * self.divisors
             rest = self.made_of(torch.cat([known, terms])).rest()
             if len(self._near(rest)) > SOME * len(rest):
-                self.verdict.named, self.of_some = Named(candidate, 1.0, 0.0), True
+                self.verdict.named = Named(candidate, 1.0, 0.0)
                 self.nominal = self._nominal(known, known, 1.0)
                 return torch.cat([known, terms])
         return None

@@ -123,6 +123,13 @@ class Building:
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)
 
+    def register(self, hooks: list[list[str]]) -> None:
+        """Methods of modules as hooks of others: lockstep/recorder/tree.py names them."""
+        for name, register, owner, method in hooks:
+            if register not in ("register_forward_pre_hook", "register_forward_hook"):
+                raise ValueError(f"{register} registers no hook")
+            getattr(self.modules[name], register)(self.value({"method": [{"module": owner}, method]}))
+
     def find(self, name: str) -> Any:
         """What `name_of` names."""
         module, _, path = name.partition(":")
@@ -276,6 +283,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     try:
         model = building.module(tree, "")
         building.fill(tree, "")
+        building.register(tree.get("own_hooks", []))
         if "surroundings" in tree:
             surroundings.give_back(tree["surroundings"], model, Building({}, {}).value)
     except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:

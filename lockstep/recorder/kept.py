@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.ground.blocks import blocks, pieces
+from lockstep.ground.errors import UserError
 from lockstep.recorder import quantized
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.plain_shards import PlainShards
@@ -97,10 +98,21 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether its channels lie beside each other in memory, which convolutions are then computed otherwise for."""
-    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-    return order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
+def order_of(tensor: torch.Tensor) -> list[int]:
+    """The dims in the order that they have in memory, such as channels last, by which kernels are chosen; [] for the usual one, or gaps."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if tensor.is_contiguous():
+        return []
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else []
+
+
+def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The same values, in such an order. Raises UserError for one that is none."""
+    if sorted(order) != list(range(tensor.ndim)):
+        raise UserError(f"{order} is no order of the {tensor.ndim} dims of a tensor; record again")
+    return tensor.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist())
 
 
 def generators() -> dict[str, list[Any]]:

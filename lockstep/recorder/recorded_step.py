@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 6
+FORMAT = 7
 Plain = bool | int | MayBreakDown | str | None
 
 
@@ -66,7 +66,7 @@ class MicroBatch(Strict):
     ] = {}  # their states before it: Python's and numpy's, if the model drew from them
     compiled: bool = False  # perhaps by code that torch.compile made
     attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
-    channels_last: list[Name] = []  # of the tensors, by their order in memory
+    orders: dict[Name, list[Whole]] = {}  # of the dims of tensors in memory, that are not the usual ones
 
 
 class Clip(Strict):
@@ -141,7 +141,7 @@ class Step(Strict):
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
-    channels_last: list[Name] = []  # parameters
+    orders: dict[Name, list[Whole]] = {}  # of the dims of parameters in memory, that are not the usual ones
     hooked_parameters: list[Name] = []  # by register_hook
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, treespec_dumps
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, treespec_dumps
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
@@ -49,7 +49,7 @@ from lockstep.recorder import (
     surroundings,
     wrapped,
 )
-from lockstep.recorder.kept import digest_of, generators, is_channels_last
+from lockstep.recorder.kept import digest_of, generators, order_of
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
 from lockstep.recorder.optimizers import PLAIN
@@ -210,7 +210,7 @@ class Recorder(Updates):
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
             **parallelism.dtypes_of(self.model),
-            "channels_last": [],
+            "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [
                 wrapped.clean(name) for name, module in self.model.named_modules() if not module.training
@@ -227,7 +227,9 @@ class Recorder(Updates):
     def _keep_inputs(
         self, number: int, about: dict[str, Any], given: dict[str, Any], noted: dict[str, Any]
     ) -> None:
-        found, structure = tree_flatten_with_path(given)
+        odd = [name for name, one in given.items() if not _has_known_structure(one)]
+        about["left_out"] += [f"{name} is a {type(given[name]).__name__}" for name in odd]
+        found, structure = tree_flatten_with_path({name: given[name] for name in given if name not in odd})
         inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in found}
         about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
         twice = sorted(noted.keys() & inputs.keys())
@@ -239,7 +241,8 @@ class Recorder(Updates):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self.kept.keep(f"batch/{number}/{name}", value)
                 about["tensors"].append(name)
-                about["channels_last"] += [name] * is_channels_last(value)
+                order = order_of(value)
+                about["orders"] |= {name: order} if order else {}
             elif isinstance(value, PLAIN):
                 about["plain"][name] = value
             else:
@@ -398,6 +401,15 @@ class Recorder(Updates):
         gradient = gradients[place]
         if gradient is not None:
             self.kept.keep_shard(name, gradient, added=True)
+
+
+def _has_known_structure(value: Any) -> bool:
+    """Whether torch can write what classes a value is nested in."""
+    try:
+        treespec_dumps(tree_structure(value))
+    except NotImplementedError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ class Recorded:
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
         self.given_up_on = False  # whether a window was clipped, and then set to zero
-        self.channels_last: list[str] = []  # parameters
+        self.orders: dict[str, list[int]] = {}  # of the dims of parameters in memory
         self.elsewhere = 0  # tensors that optimizers of other models hold
         self.other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of these
         self.reduced = 0  # elements that were given to collectives that reduce
@@ -170,7 +170,8 @@ class Recorded:
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
             }
-            write_model(self.folder, self.tree | {"surroundings": self.surroundings}, self.tensors, made)
+            more = {"surroundings": self.surroundings, "own_hooks": tree.own_hooks(self.model)}
+            write_model(self.folder, self.tree | more, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept.tensors, path.with_suffix(".part"))
@@ -189,7 +190,7 @@ class Recorded:
             "skipped": self.skipped,
             "of_others": self.elsewhere,
             "other_replicas": self.other_replicas,
-            "channels_last": self.channels_last,
+            "orders": self.orders,
             "hooked": sorted(self.hooked),
             "hooked_parameters": [
                 name for name, one in wrapped.named_parameters(self.model).items() if one._backward_hooks

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import importlib
+import inspect
 import math
 import sys
 import types
@@ -408,6 +409,22 @@ def named(value: Any) -> Any:
 
 def attribute_of(module: types.ModuleType, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
+
+
+def own_hooks(model: torch.nn.Module) -> list[list[str]]:
+    """[a module, how a hook of it is registered, another module, the method of that which it is], as of a model that keeps a hidden output."""
+    names = {id(module): clean(name) for name, module in model.named_modules()}
+    return [
+        [clean(name), register, names[id(hook.__self__)], hook.__name__]
+        for name, module in model.named_modules()
+        for register, hooks in (
+            ("register_forward_pre_hook", module._forward_pre_hooks),
+            ("register_forward_hook", module._forward_hooks),
+        )
+        for hook in hooks.values()
+        if isinstance(hook, types.MethodType) and id(hook.__self__) in names
+        if inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
+    ]
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:

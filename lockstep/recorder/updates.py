@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorder import patches, wrapped
-from lockstep.recorder.kept import digest_of, is_channels_last
+from lockstep.recorder.kept import digest_of, order_of
 from lockstep.recorder.optimizers import described
 from lockstep.recorder.step import Recorded, harmless
 
@@ -172,7 +172,8 @@ class Updates(Recorded):
             final = list(own.values())
             for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
                 self.kept.keep_weight(name, parameter)
-                self.channels_last += [name] * is_channels_last(parameter)
+                order = order_of(parameter)
+                self.orders |= {name: order} if order else {}
         scale = getattr(
             optimizer, "grad_scale", None
         )  # which a GradScaler leaves to an optimizer that is fused
