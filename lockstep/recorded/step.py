@@ -100,7 +100,7 @@ class _Step:
         wholes = {id(one.first): one.piece.all for one in used if one.piece is not None}
         cut = (of for all in wholes.values() for of in zip(*(one.ranks for one in all), strict=False))
         self.verdict.cut = list(dict.fromkeys(cut))
-        # Zeros say nothing of how a micro batch is weighed, such as where all advantages are zero
+        # Zeros say nothing of how a micro batch is weighed, as where all advantages are zero, or no label counts
         self.micro = [one for one in used if not one.is_zero] or used
         self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)

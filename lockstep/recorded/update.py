@@ -209,6 +209,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
     shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
     shares: dict[str, list[tuple[float, float]]] = {}
+    rounded: list[str] = []
 
     def alike(shape: torch.Size) -> Iterator[torch.Tensor]:
         """The trained weights of this shape."""
@@ -229,14 +230,16 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             weights.remove(name)
             bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
-        elif name not in trained and (near := _averaged(before, after, alike(after.shape))):
-            shares[name] = near
         elif _is_rounding(before, after):
             weights.remove(name)
-            verdict.notes.append(f"{name} changed by rounding errors alone {when}")
+            rounded.append(name)
+        elif name not in trained and (near := _averaged(before, after, alike(after.shape))):
+            shares[name] = near
         elif _is_normalised(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} was normalised {when}: its rows or columns have one norm")
+    if rounded:
+        verdict.notes.append(f"{and_more(rounded)} changed by rounding errors alone {when}")
     low, high = _common(list(shares.values()))
     # Such as a teacher's; its first moves may be no more than rounding errors
     if shares and low <= high and not 0 < low <= high == 1:

@@ -74,7 +74,7 @@ def judge(
         verdicts = [task.judge(recording) for task in tasks]
     if all(one.nothing for one in verdicts):
         raise UserError(
-            "no gradient other than zero arises in the recorded steps, such as where all advantages are zero; record more (--steps)"
+            "no gradient other than zero arises in the recorded steps, as where all advantages are zero, or no label counts; record more (--steps)"
         )
     return verdicts
 
