@@ -132,7 +132,9 @@ class Weighed:
             verdict.wrong.append(
                 "the gradient is that of the mean of the means of the pieces that samples are cut into: a token counts less in a piece with more of them"
             )
-        elif expect is not None and named.weighting.name != expect and not self._is_one(named, candidates):
+        elif expect not in (None, named.weighting.name) and (
+            len(candidates) > 1 or named.weighting is not candidates[0]
+        ):
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
         if named.weighting is not candidates[0]:
             counts = candidates[0].weights / named.weighting.weights
@@ -145,10 +147,6 @@ class Weighed:
             off = uncertain + SCALARS * rounded
             factor = min(max(factor, 1 - off), 1 + off)
         return torch.cat([known * factor, of_terms])
-
-    def _is_one(self, named: Named, candidates: list[Weighting]) -> bool:
-        """Whether all that is known is the same here."""
-        return len(candidates) == 1 and named.weighting is candidates[0]
 
     def _of_samples(self, measured: torch.Tensor, named: Named) -> Named | None:
         """A loop's own cross-entropy may be summed over the tokens of each sample: then it is a mean over the samples. None if it is not."""
