@@ -559,6 +559,7 @@ class Adversary(Own):
     def own_loss(self, given):
         self.others.zero_grad()
         self.other(self.wrapped(given[0])[0].detach()).mean().backward()
+        averaged(self.other)
         clip_grad_norm_(self.other.parameters(), 0.1)
         self.others.step()
         first, second = self.wrapped(given[0])
@@ -577,6 +578,7 @@ class Judged(Own):
 
     def own_loss(self, given):
         self.score(self.other(given[0])).backward()
+        averaged(self.other)
         self.others.step()
         self.forget()
         return self.score(given[0]).square() - self.score(self.other(given[0]).detach())

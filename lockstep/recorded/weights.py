@@ -140,13 +140,12 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             one = "an element" if "element" in candidates[0].label else "a token"
             verdict.difference = f"; in {candidates[0].label}, {one} would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
-        factor = named.factor
-        if right and by_hand == 1:
-            # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it is.
-            rounded = max((torch.finfo(dtype_of(one)).eps for one in verdict.lowered), default=0.0)
-            off = uncertain + SCALARS * rounded
-            factor = min(max(factor, 1 - off), 1 + off)
-        return torch.cat([known * factor, of_terms])
+        if self.nominal is None or by_hand != 1:
+            return torch.cat([known * named.factor, of_terms])
+        # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it is.
+        off = SCALARS * max((torch.finfo(dtype_of(one)).eps for one in verdict.lowered), default=0.0)
+        factor = float((of_losses * self.nominal).sum() / self.nominal.square().sum())
+        return torch.cat([self.nominal * min(max(factor, 1 - off), 1 + off), of_terms])
 
     def _of_samples(self, measured: torch.Tensor, named: Named) -> Named | None:
         """A loop's own cross-entropy may be summed over the tokens of each sample: then it is a mean over the samples. None if it is not."""

@@ -17,11 +17,11 @@ from lockstep.recorder.recording import Recording
 
 BY_ITSELF = "the loop's own loss gives it by itself is not judged"
 NOT_JUDGED, NOT_SEEN = "; the loss itself is not judged", "; which labels the loss has was not seen"
+NO_TARGETS = "; the targets of the loss are not judged"
 RIGHT = {
     **dict.fromkeys(
         (
             "Own",
-            "Contrast",
             "BesideTheLoss",
             "Pairs",
             "NoAdvantage",
@@ -36,7 +36,8 @@ RIGHT = {
         NOT_JUDGED,
     ),
     **dict.fromkeys(("Forces", "Double", "Slopes", "InBackwardTogether"), NOT_JUDGED),
-    "TiedInTheLoop": f"{NOT_JUDGED}; the part of the gradient of table.weight that {BY_ITSELF}",
+    **dict.fromkeys(("Contrast", "Clamped"), NO_TARGETS),
+    "TiedInTheLoop": f"{NO_TARGETS}; the part of the gradient of table.weight that {BY_ITSELF}",
     **dict.fromkeys(
         ("Adversary", "Judged", "TwoOptimizers"),
         f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 2",
@@ -48,9 +49,7 @@ RIGHT = {
         NOT_SEEN,
     ),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked"), NOT_SEEN),
-    **dict.fromkeys(
-        ("SharedOut", "InBackward", "CompiledStep", "Clamped", "ClippedByHand", "OfTasks"), NOT_JUDGED
-    ),
+    **dict.fromkeys(("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks"), NOT_JUDGED),
     "AdversaryEachTime": f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 6",
     "MeanTeacher": NOT_SEEN,
     "ReducedInBfloat16": NOT_SEEN,
