@@ -124,7 +124,8 @@ class Describing:
         values |= divided.wholes(module, self.sizes)
         attributes = self.values(values, name)
         for key in values.keys() - attributes.keys():
-            read = _numbers_read(values[key], kind)
+            # Without what others put there, such as the loss of DeepSpeed's AutoTP, a class does what it does by itself.
+            read = {} if key.startswith("_") else _numbers_read(values[key], kind)
             attributes |= {key: {"left": read}} if read else {}
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
