@@ -56,6 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         if not options.script.is_file():
             raise UserError(f"{options.script}: there is no such file; name the training script")
         output = options.output.absolute()  # a script may change the folder
+        if options.script.resolve().is_relative_to(output.resolve()):
+            raise UserError(
+                f"--output {options.output}: the script is in this folder, and the judge runs no code of a recording's folder; name another one"
+            )
         require_writable_folder(output, "--output")
         return _run(options.script, options.arguments, Finding(output, options.steps, options.modules))
 

@@ -208,7 +208,7 @@ class Model(Passes):
             )
         tensors = self._widened(called.tensors)
         tensors |= {name: in_order(tensors[name], order) for name, order in called.about.orders.items()}
-        if called.about.param_dtype and not self.exact:  # which FSDP2 casts them to
+        if called.about.param_dtype and called.about.casts_inputs and not self.exact:
             cast = dtype_of(called.about.param_dtype)
             tensors |= {name: one.to(cast) for name, one in tensors.items() if one.is_floating_point()}
         values = {**called.about.plain, **tensors}

@@ -131,7 +131,7 @@ def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence
 
 
 def _have_same_rows(one: list[RunStep], other: list[RunStep]) -> bool:
-    """Whether loaders gave two ranks the same, and each called the model with as many samples before it fetched others, so with all of them."""
+    """Whether loaders gave two ranks the same, and each called the model with as many samples: none takes a part of a batch that all are given."""
     found = []
     for steps in (one, other):
         loaded = [batch for step in steps for batch in step.loaded]
@@ -139,7 +139,7 @@ def _have_same_rows(one: list[RunStep], other: list[RunStep]) -> bool:
         used = [
             batch.rows
             for batch, after in itertools.pairwise(loaded)
-            if sum(sizes[batch.calls : after.calls]) == len(batch.rows)
+            if {*sizes[batch.calls : after.calls]} == {len(batch.rows)}
         ]
         found.append((used, len(loaded)))
     (rows, number), same = found[0], found[0] == found[1]

@@ -47,7 +47,8 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
         elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
             _judge_padding(verdict, called, ids)
         if len(verdict.wrong) == before:
-            _judge_sight(verdict, reference, called, ids, targets, tried)
+            # Labels of which only the gradient tells may be of another task than the next token.
+            _judge_sight(verdict, reference, called, ids, targets if found.mean.tokens else None, tried)
         if len(verdict.wrong) > before:
             return  # the other micro batches are made alike
     _judge_staleness(verdict, reference.model, micro, computed)
@@ -296,7 +297,8 @@ def _change(
 def _is_causal(reference: Reference, called: Called, name: str, along: int) -> bool:
     """Whether the logits of the first half along a dim depend on no token of the second. Not known of a model that takes no other tokens."""
     ids, right = called.tensors[name], reference.logits(called)
-    assert right is not None
+    if right is None:
+        return False
     later = (torch.arange(ids.shape[along]) >= ids.shape[along] // 2).unsqueeze(1 - along).expand_as(ids)
     change = _change(reference, called, name, right, later)
     if change is None:

@@ -268,7 +268,7 @@ def _is_normalised(before: torch.Tensor, after: torch.Tensor) -> bool:
     for dim in range(after.ndim) if after.ndim > 1 else ():
         norms = after.double().norm(dim=dim, keepdim=True)
         again = before.double() / before.double().norm(dim=dim, keepdim=True) * norms
-        same = bool((norms / norms.mean() - 1).abs().max() <= SAME_NORM * eps)
+        same = norms.numel() > 1 and bool((norms / norms.mean() - 1).abs().max() <= SAME_NORM * eps)
         if same and bool(((again - after).abs() <= SAME_NORM * eps * norms).all()):
             return True
     return False

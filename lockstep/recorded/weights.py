@@ -11,7 +11,6 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.recorded.model import dtype_of
 from lockstep.recorder.called import IGNORED, Called
-from lockstep.recorder.losses import OF_CLASSES
 from lockstep.recorder.recorded_step import Clip, Step
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
@@ -292,19 +291,21 @@ class Weighed:
     def _is_weighed(self, function: str, tokens: list[int]) -> bool:
         """Whether a loss function that the loop calls is to count once, as a mean; else a note says how often it does.
 
-        A cross-entropy is. A number that the loop multiplies another one with may be meant, but not one of the run's own. Losses of a
-        discriminator are added up.
+        A number that the loop multiplies it with may be meant, but not one of the run's own, unless that may be another number: half of a square,
+        the square of a temperature, the elements of a sample. Losses that are made in several places, such as a discriminator's, are added up.
         """
         counts = 1 / self._divisors() / self.verdict.shares
         named = normalisation.nearest(counts, tokens, normalisation.known(tokens, self.shares))
         factor, tolerated = named.factor, 1e-4 + max(one.mean.uncertain for one in self.exact)
-        if function in OF_CLASSES or max(abs(factor - 1), named.off) <= tolerated:
+        if max(abs(factor - 1), named.off) <= tolerated:
             return True
+        seen = [one.about.losses[0] for one in self.micro]
         sizes = {self.ranks[0].world_size, self.verdict.shares, len(self.ranks[0].micro_batches)} - {1}
         of_run = any(abs(factor * times - 1) <= tolerated for one in sizes for times in (one, 1 / one))
-        written = function == "mse_loss" and abs(factor - 0.5) <= tolerated
-        added_up = all(one.about.losses[0].one_target for one in self.micro)
-        if of_run and named.off <= tolerated and not written and not added_up:
+        meant = [0.5] * (function == "mse_loss") + [one.number / (one.samples or 1) for one in seen]
+        other = any(one.is_soft for one in seen) or any(abs(factor / one - 1) <= tolerated for one in meant)
+        apart = all(one.one_target for one in seen) or len({one.made_at for one in seen}) > 1
+        if of_run and named.off <= tolerated and not other and not apart:
             return True
         label = _of_elements(named.weighting).label
         self.verdict.notes.append(

@@ -86,9 +86,10 @@ class Called:
 
     @property
     def other_loss(self) -> str | None:
-        """The scalar that the loop trains on alone, where the model returns it by another name than `loss`, or leaves it in a module."""
+        """The scalar that the loop trains on alone, where the model returns it by a name like `total_loss`, or leaves it in a module by such a name."""
         trained = [name for name, one in self.about.scalars.items() if one]
-        return trained[0] if self.about.loss is None and not self.arrived and len(trained) == 1 else None
+        alone = self.about.loss is None and not self.arrived and len(trained) == 1
+        return trained[0] if alone and "loss" in trained[0].rpartition(":")[2].lower() else None
 
     @property
     def has_own_loss(self) -> bool:

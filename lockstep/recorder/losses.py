@@ -3,6 +3,9 @@
 import functools
 import inspect
 import math
+import sys
+import types
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +27,9 @@ class Loss:
     """One call of a function. `result` is a scalar, or has an element for each that the loss is of."""
 
     def __init__(self, name: str, given: dict[str, Any], result: torch.Tensor):
-        self.name, self.given, self.result = name, given, result.detach()
+        self.name, self.given = name, given
+        self.result = result.detach().clone()  # which the loop may divide in place
+        self.made_at = _lines(sys._getframe())
 
     def about(self, gradient: torch.Tensor, whole: float | None) -> dict[str, Any]:
         """What is recorded once a gradient has arrived: the function, how many elements count, and how much each does; 0 if not alike.
@@ -47,7 +52,11 @@ class Loss:
             "weight": float(of_all.double().mean()) if number else 0.0,
             "roundoff": roundoff,
             "is_whole": whole is not None and math.isclose(value, whole, rel_tol=max(1e-5, 8 * roundoff)),
-            "one_target": target.is_floating_point() and len(target.unique()) == 1,
+            "samples": len(target) if target.ndim else 1,
+            "one_target": target.is_floating_point()
+            and bool(target.numel() and (target.min() > 0.5 or target.max() < 0.5)),
+            "is_soft": self.name == "kl_div" or (self.name in OF_CLASSES and target.is_floating_point()),
+            "made_at": self.made_at,
         }
 
     def classes(self) -> torch.Tensor | None:
@@ -81,23 +90,46 @@ WATCHING: list[Callable[[Loss, torch.Tensor], None]] = []
 def see_losses() -> Undo:
     """Lets WATCHING be told of the calls. Python looks a function up before it calls the model, in the arguments: so before a model is found."""
     undos = [_seen(name) for name in FUNCTIONS]
+    seen = {name: getattr(F, name) for name in FUNCTIONS}
+    script: Callable[..., Any] = torch.jit.script
 
     def restore() -> None:
         for undo in undos:
             undo()
 
-    return restore
+    @functools.wraps(script)
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        """torch.jit.script compiles what torch's functions are written as."""
+        restore()
+        try:
+            return script(*arguments, **options)
+        finally:
+            vars(F).update(seen)
+
+    scripted = replace(torch.jit, "script", compiled)
+
+    def undo_all() -> None:
+        restore()
+        scripted()
+
+    return undo_all
 
 
 def _seen(name: str) -> Undo:
-    real = getattr(F, name)
+    real, inside = getattr(F, name), False
     signature = inspect.signature(real)
 
     @functools.wraps(real)
     def call(*arguments: Any, **options: Any) -> Any:
-        result = real(*arguments, **options)
-        known = not torch.compiler.is_compiling() and type(result) is torch.Tensor
-        if known and result.requires_grad and WATCHING:
+        nonlocal inside
+        if torch.compiler.is_compiling() or inside:  # a mode, such as of a default device, calls it again
+            return real(*arguments, **options)
+        inside = True
+        try:
+            result = real(*arguments, **options)
+        finally:
+            inside = False
+        if type(result) is torch.Tensor and result.requires_grad and WATCHING:
             bound = signature.bind(*arguments, **options)
             bound.apply_defaults()
             if type(bound.arguments["target"]) is torch.Tensor:
@@ -105,6 +137,16 @@ def _seen(name: str) -> Undo:
         return result
 
     return replace(F, name, call)
+
+
+def _lines(frame: types.FrameType | None) -> int:
+    """A hash of the lines of the program that a frame was called from, without those of torch."""
+    found = []
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "lockstep.")):
+            found.append((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno))
+        frame = frame.f_back
+    return zlib.crc32(repr(found).encode())
 
 
 def value_of(roots: Any, gradients: Any = None) -> float | None:

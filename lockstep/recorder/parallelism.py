@@ -48,6 +48,11 @@ def dtypes_of(model: torch.nn.Module) -> dict[str, str]:
     return {name: str(dtype) for name, dtype in found.items() if dtype is not None}
 
 
+def casts_inputs(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 casts what the model is called with to the dtype of its parameters."""
+    return isinstance(model, FSDPModule) and model._get_fsdp_state()._mp_policy.cast_forward_inputs
+
+
 def tf32() -> list[str]:
     """What a GPU that has TF32 computes of float32 in it: "matmul", "convolution". By default, torch says so of convolutions."""
     matmul: Any = torch.backends.cuda.matmul

@@ -32,7 +32,10 @@ class SeenLoss(Strict):
     weight: MayBreakDown  # of each, in what the backward pass began at
     roundoff: float
     is_whole: bool  # whether the backward pass began at this loss, or a multiple of it
-    one_target: bool  # whether all elements have one, such as the 1 of a discriminator
+    samples: Whole = 0  # that these elements are of
+    one_target: bool  # whether all elements have one side of 0.5, such as the 1 of a discriminator
+    is_soft: bool = False  # whether its targets are probabilities, as in a distillation
+    made_at: int = 0  # a hash of the lines that led to the call
 
 
 class MicroBatch(Strict):
@@ -46,6 +49,7 @@ class MicroBatch(Strict):
     dropouts: int = 0  # calls that left elements out which a CPU would not
     param_dtype: Name | None = None  # which FSDP2 computes in
     reduce_dtype: Name | None = None  # and reduces gradients in
+    casts_inputs: bool = False  # to the former dtype, what the model is called with
     used: bool
     asked: bool = False  # by torch.autograd.grad alone
     reached: bool = False  # by a backward pass

@@ -99,6 +99,9 @@ class Recorder(Updates):
         losses.WATCHING.append(self._see_loss)
         self.removing.append(functools.partial(losses.WATCHING.remove, self._see_loss))
         self.root: float | None = None  # the value that a backward pass begins at
+        self.arriving: list[
+            tuple[dict[str, Any], torch.Tensor | None]
+        ] = []  # losses that it has gone through
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
@@ -210,6 +213,7 @@ class Recorder(Updates):
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
             **parallelism.dtypes_of(self.model),
+            "casts_inputs": parallelism.casts_inputs(self.model),
             "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [
@@ -353,6 +357,11 @@ class Recorder(Updates):
         if not self._counts(int(place.split("/")[1])):
             return
         about.update(used=True, elsewhere=False, scale=self.scale)
+        for seen, classes in self.arriving:
+            about["losses"].append(seen)
+            if classes is not None:
+                self.kept.keep(f"target/{place.split('/')[1]}", classes)
+        self.arriving = []
         self.arrived_since = True
         if loss is not None:
             about["loss"] = loss
@@ -371,7 +380,7 @@ class Recorder(Updates):
             self.beside.pop().remove()
         if not self.micro or self.optimizers:
             return
-        self.root = losses.value_of(roots, *gradients[:1])
+        self.root, self.arriving = losses.value_of(roots, *gradients[:1]), []
         # Of FSDP2, whole ones, which are in the places of their shards
         names = {id(one): wrapped.clean(name) for name, one in self.model.named_parameters()}
         for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
@@ -385,14 +394,12 @@ class Recorder(Updates):
         outside = self.hooks is not None and not self.hooks.inside
         plain = torch._C._functorch.peek_interpreter_stack() is None
         if self.micro and outside and plain and not being_recomputed():
-            result.register_hook(functools.partial(self._see_weight, len(self.micro) - 1, loss))
+            result.register_hook(functools.partial(self._see_weight, loss))
 
     @harmless
-    def _see_weight(self, number: int, loss: losses.Loss, gradient: torch.Tensor) -> None:
-        self.micro[number]["losses"].append(loss.about(gradient, None if patches.ASKED else self.root))
-        classes = loss.classes()
-        if classes is not None:
-            self.kept.keep(f"target/{number}", classes)
+    def _see_weight(self, loss: losses.Loss, gradient: torch.Tensor) -> None:
+        """Of a loss; it is of this model if a gradient arrives there, too, in the same backward pass."""
+        self.arriving.append((loss.about(gradient, None if patches.ASKED else self.root), loss.classes()))
 
     @harmless
     def _see_beside(
@@ -419,10 +426,9 @@ def recording(
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
     recorder = Recorder(model, Path(folder), steps, modules)
     recorder.when_complete = divided.see_divisions()
-    sees_no_more = losses.see_losses()
+    recorder.removing.append(losses.see_losses())
     try:
         yield recorder
     finally:
         recorder.when_complete()
         recorder.stop()
-        sees_no_more()

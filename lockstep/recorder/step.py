@@ -170,7 +170,10 @@ class Recorded:
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
             }
-            more = {"surroundings": self.surroundings, "own_hooks": tree.own_hooks(self.model)}
+            more = {
+                "surroundings": self.surroundings,
+                "own_hooks": tree.own_hooks(self.model, self.tree["left_out"]),
+            }
             write_model(self.folder, self.tree | more, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"

@@ -412,19 +412,24 @@ def attribute_of(module: types.ModuleType, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def own_hooks(model: torch.nn.Module) -> list[list[str]]:
-    """[a module, how a hook of it is registered, another module, the method of that which it is], as of a model that keeps a hidden output."""
+def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[str]]:
+    """[a module, how a hook of it is registered, another module, the method of that which it is], as of a model that keeps a hidden output.
+
+    Without methods that use what is left out, such as a file.
+    """
     names = {id(module): clean(name) for name, module in model.named_modules()}
+    gone = {one.partition(":")[0] for one in left_out}
     return [
         [clean(name), register, names[id(hook.__self__)], hook.__name__]
         for name, module in model.named_modules()
-        for register, hooks in (
-            ("register_forward_pre_hook", module._forward_pre_hooks),
-            ("register_forward_hook", module._forward_hooks),
+        for register, hooks, with_keywords in (
+            ("register_forward_pre_hook", module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            ("register_forward_hook", module._forward_hooks, module._forward_hooks_with_kwargs),
         )
-        for hook in hooks.values()
-        if isinstance(hook, types.MethodType) and id(hook.__self__) in names
+        for number, hook in hooks.items()
+        if isinstance(hook, types.MethodType) and id(hook.__self__) in names and number not in with_keywords
         if inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
+        if gone.isdisjoint(f"{names[id(hook.__self__)]}.{key}" for key in hook.__code__.co_names)
     ]
 
 

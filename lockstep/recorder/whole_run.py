@@ -100,7 +100,8 @@ class Loaders:
     def _see_batch(self, batch: Any) -> None:
         """Of a few batches: they are hashed where they are, and a loop may do what it likes with them, such as add noise."""
         self.fetched += 1
-        rows = [one for one in tree_leaves(batch) if _is_dense(one)] if self.fetched <= BATCHES else []
+        found = [one for one in tree_leaves(batch) if _is_dense(one)] if self.fetched <= BATCHES else []
+        rows = [one for one in found if one.numel() and one.device.type == "cpu" and not one.is_quantized]
         if rows:
             alike = [one for one in rows if len(one) == len(rows[0])]
             hashed = torch.stack([hashes(one) for one in alike]).sum(0).tolist()

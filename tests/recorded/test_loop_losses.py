@@ -129,3 +129,84 @@ def test_targets_of_tokens_are_seen(tmp_path, capsys, shift, status, said):
             optimizer.zero_grad()
     found, out = verdict_on(tmp_path, capsys)
     assert found == status and said in out, out
+
+
+def test_losses_that_are_made_in_several_places_are_added_up(tmp_path, capsys):
+    """As inside and at the boundary of a region. Negative control: test_losses_that_are_added_up_fail."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
+            F.mse_loss(net(torch.randn(6, 8)), torch.zeros(6, 4)).backward()
+            optimizer.step()
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and "note: the gradient is 2 times that of the mean over all elements" in out, out
+
+
+@pytest.mark.parametrize("kind", ["ones", "sums of a sample", "soft", "of another model", "no loss"])
+def test_factors_that_may_be_something_else(tmp_path, capsys, kind):
+    """Each has the factor 4, and 4 micro batches; a scalar that is no loss may be taken by its negative."""
+    torch.manual_seed(0)
+    net, other = Net(), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                out = net(torch.randn(6, 8))
+                wanted = torch.randn(6, 4)
+                if kind == "ones":
+                    loss = 4 * F.binary_cross_entropy_with_logits(out, torch.rand(6, 4) / 5 + 0.8)
+                elif kind == "sums of a sample":
+                    loss = F.mse_loss(out, wanted, reduction="none").sum(-1).mean()
+                elif kind == "soft":
+                    loss = 4 * F.kl_div(out.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+                elif kind == "of another model":
+                    F.mse_loss(other(wanted), wanted).backward()
+                    loss = out.square().mean()
+                else:
+                    loss = -out.mean()
+                (loss / 4 if kind in ("of another model", "no loss") else loss).backward()
+            optimizer.step()
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 0 and "PASS: 2 steps; the loss itself is not judged" in out, out
+
+
+def scripted_loss(out, wanted):
+    return F.mse_loss(out, wanted)
+
+
+def test_a_loss_that_is_scripted_while_losses_are_seen(tmp_path, capsys):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    real = F.mse_loss
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            loss = torch.jit.script(scripted_loss)
+            assert F.mse_loss is not real
+            optimizer.zero_grad()
+            loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
+            optimizer.step()
+    assert F.mse_loss is real
+    assert verdict_on(tmp_path, capsys)[0] == 0
+
+
+def test_a_loss_that_is_divided_in_place(tmp_path, capsys):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with lockstep.record(net, tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                loss = F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4))
+                loss /= 3
+                loss /= 3
+                loss.backward()
+            optimizer.step()
+    status, out = verdict_on(tmp_path, capsys)
+    assert status == 1 and "the gradient is 0.3333333 times that of the mean over all elements" in out, out

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
-from lockstep import judge
+from lockstep import judge, record
 from lockstep.recorder.recording import Recording
 
 
@@ -403,6 +403,26 @@ class Averaged(nn.Module):
 
     def forward(self, x):
         return self.net(x)
+
+
+def test_a_weight_with_one_row_is_not_said_to_be_normalised(tmp_path, capsys):
+    def halve(net):
+        with torch.no_grad():
+            net[2].weight.mul_(0.5)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    trained(tmp_path, net, lambda: (torch.randn(4, 8),), halve)
+    status, out = verdict(tmp_path, capsys)
+    assert status == 1 and "2.weight changed between the update of step 1 and step 2" in out, out
+
+
+def test_a_recording_is_not_put_beside_its_script(tmp_path, capsys):
+    """Whose code the judge would not run."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it runs')")
+    assert record.main(["--output", str(tmp_path), str(script)]) == 2
+    assert "the script is in this folder" in capsys.readouterr().err
 
 
 def test_an_average_of_another_shape_is_compared_with_its_own_layer(tmp_path, capsys):
