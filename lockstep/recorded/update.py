@@ -222,7 +222,7 @@ def _judge_between(recording: Recording, verdict: StepVerdict) -> None:
             for number, kind in ((step - 1, "updated"), (step, "weight"))
         )
         least, most = after.min(), after.max()
-        if torch.equal(torch.where(after == 0, 0, before), after) and after.any():
+        if _is_pruned(recording.whole(step - 1, f"weight/{name}")[0], before, after):
             weights.remove(name)
             number = int(((after == 0) & (before != 0)).sum())
             verdict.notes.append(f"{number} elements of {name} were set to 0 {when}, as by pruning")
@@ -260,6 +260,19 @@ def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
     eps = min(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
     before = before.double()
     return bool((after.double() - before).norm() <= ROUNDED * eps * before.norm())
+
+
+def _is_pruned(begun: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether elements were set to 0 after an update, and nothing else. `begun` is what the step began with.
+
+    Whole rows that were 0 then, too, are said to have changed: as well, the update of a shard may have been undone.
+    """
+    gone = after == 0
+    if gone.all() or not torch.equal(before.masked_fill(gone, 0), after):
+        return False
+    rows = [gone.movedim(dim, 0).flatten(1) for dim in range(gone.ndim if gone.ndim > 1 else 0)]
+    scattered = rows and all(bool((one.any(1) & ~one.all(1)).any()) for one in rows)
+    return bool((begun[gone & (before != 0)] != 0).any() or scattered)
 
 
 def _is_normalised(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -46,6 +46,8 @@ def changed_between(net, kind):
             net[2].weight.copy_(F.normalize(net[2].weight, dim=1))
         elif kind == "pruned":
             net[2].weight[net[2].weight.abs() < 0.1] = 0
+        elif kind == "undone":
+            net[2].weight[:4] = 0
         elif kind == "scaled":
             net[2].weight.mul_(1.001)
         elif kind == "frozen moves":
@@ -58,6 +60,7 @@ def changed_between(net, kind):
         ("merged", 0, "note: 0.weight changed by rounding errors alone"),
         ("normalised", 0, "note: 2.weight was normalised"),
         ("pruned", 0, "elements of 2.weight were set to 0"),
+        ("undone", 1, "FAIL: step 2: 2.weight changed between the update of step 1 and step 2"),
         ("scaled", 1, "FAIL: step 2: 2.weight changed between the update of step 1 and step 2"),
         ("frozen moves", 1, "FAIL: step 2: 0.weight changed between the update of step 1 and step 2"),
     ],
@@ -67,6 +70,7 @@ def test_weights_that_a_loop_changes_on_purpose(tmp_path, capsys, kind, status, 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     net[0].weight.requires_grad = False
+    net[2].weight.data[:4] *= kind != "undone"
     trained(tmp_path, net, lambda: (torch.randn(4, 8),), lambda net: changed_between(net, kind))
     found, out = verdict(tmp_path, capsys)
     assert found == status and said in out, out
