@@ -26,7 +26,9 @@ from lockstep.verdict.picture import draw
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 ROUNDED = 4  # machine epsilons of a weight's norm
-SAME_NORM = 16  # machine epsilons that norms may be apart that are to be one
+SAME_NORM = (
+    2  # machine epsilons that norms may be apart that are to be one, and elements that follow from them
+)
 
 
 def judge(
@@ -277,12 +279,13 @@ def _is_pruned(begun: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -
 
 def _is_normalised(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether each row, or each column, has its direction still, and all have one norm, as prototypes that a loop normalises."""
-    eps = torch.finfo(after.dtype).eps
+    rounded = SAME_NORM * torch.finfo(after.dtype).eps
+    before, after = before.double(), after.double()
     for dim in range(after.ndim) if after.ndim > 1 else ():
-        norms = after.double().norm(dim=dim, keepdim=True)
-        again = before.double() / before.double().norm(dim=dim, keepdim=True) * norms
-        same = norms.numel() > 1 and bool((norms / norms.mean() - 1).abs().max() <= SAME_NORM * eps)
-        if same and bool(((again - after).abs() <= SAME_NORM * eps * norms).all()):
+        norms = after.norm(dim=dim, keepdim=True)
+        again = before / before.norm(dim=dim, keepdim=True) * norms.mean()
+        same = norms.numel() > 1 and bool(((norms / norms.mean() - 1).abs() <= rounded).all())
+        if same and bool(((again - after).abs() <= rounded * after.abs()).all()):
             return True
     return False
 

@@ -421,6 +421,16 @@ def test_a_weight_with_one_row_is_not_said_to_be_normalised(tmp_path, capsys):
     assert status == 1 and "2.weight changed between the update of step 1 and step 2" in out, out
 
 
+def test_an_update_that_is_undone_in_16_bits(tmp_path, capsys):
+    """Rows that are drawn have norms within a few percent of each other, and rounding is no less than that of an update."""
+    torch.manual_seed(0)
+    net = nn.Linear(64, 64).bfloat16()
+    begun = net.weight.detach().clone()
+    trained(tmp_path, net, lambda: (torch.randn(4, 64).bfloat16(),), lambda net: net.weight.data.copy_(begun))
+    status, out = verdict(tmp_path, capsys)
+    assert status == 1 and "weight changed between the update of step 1 and step 2" in out, out
+
+
 def test_a_recording_is_not_put_beside_its_script(tmp_path, capsys):
     """Whose code the judge would not run."""
     script = tmp_path / "train.py"
