@@ -124,7 +124,7 @@ class Describing:
         values |= divided.wholes(module, self.sizes)
         attributes = self.values(values, name)
         for key in values.keys() - attributes.keys():
-            # Without what others put there, such as the loss of DeepSpeed's AutoTP, a class does what it does by itself.
+            # Without what others put there, such as a loss for shards of the vocabulary, a class does what it does by itself.
             read = {} if key.startswith("_") else _numbers_read(values[key], kind)
             attributes |= {key: {"left": read}} if read else {}
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
