@@ -142,8 +142,11 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
     held = [
         [pair for one in rank.optimizers for pair in one.replicas] + rank.other_replicas for rank in ranks
     ]
-    for of_ranks in zip(*held, strict=False):
-        if len({weights for weights, _ in of_ranks}) == 1 and len({gradient for _, gradient in of_ranks}) > 1:
+    alike = [*zip(*held, strict=False)]
+    # Else each rank has a model of its own, in which a bias of 0 may be alike by chance.
+    are_replicas = all(len({weights for weights, _ in of_ranks}) == 1 for of_ranks in alike)
+    for of_ranks in alike if are_replicas else ():
+        if len({gradient for _, gradient in of_ranks}) > 1:
             # Before the clipping that it makes differ
             place = len(verdict.wrong) if any(NOT_REDUCED in one for one in verdict.wrong) else 0
             verdict.wrong.insert(

@@ -232,12 +232,11 @@ class Updates(Recorded):
 
 
 def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
-    """Hashes of (weights, gradient) of those that all ranks may hold. Weights that are one number, such as 0, may be alike by chance."""
+    """Hashes of (weights, gradient) of those that all ranks may hold."""
     return [
         [digest_of(one), digest_of(one.grad)]
         for one in parameters
         if type(one) is torch.nn.Parameter and one.grad is not None and one.grad.layout is torch.strided
-        if bool((one != one.flatten()[:1]).any())
     ]
 
 
