@@ -117,13 +117,15 @@ def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence
     for one, other in itertools.combinations(range(len(ranks)), 2):
         together = any(one in pieces and other in pieces for pieces in cut)
         same = all(own.samples == of.samples for own, of in zip(ranks[one], ranks[other], strict=False))
+        if together or same:
+            continue
         divided = any(number > 1 for step in ranks[one] for number in step.replicas)
-        if _have_same_rows(ranks[one], ranks[other]) and not (together or same):
+        if _have_same_rows(ranks[one], ranks[other]):
             verdict.wrong.append(
                 f"the loaders give ranks {one} and {other} the same samples, which the model is not called with as they are"
             )
             return
-        if len(given[one]) == 1 and given[one] == given[other] and divided and not (together or same):
+        if len(given[one]) == 1 and given[one] == given[other] and divided:
             verdict.wrong.append(
                 f"a DistributedSampler gives ranks {one} and {other} the samples of rank {given[one].pop()}"
             )
@@ -158,18 +160,18 @@ def _again(order: list[int]) -> int:
 
 def _epochs(number: int, ranks: list[list[RunStep]]) -> list[list[int]]:
     """The samples of each epoch that the loop leaves before its end, as other samples are to come; of all steps, if it leaves none."""
+    whole = [_seen(steps[step] for step in range(number) for steps in ranks)]
     left = {step + 1 for step in range(number) if any(steps[step].cut for steps in ranks)} - {number}
     places = [0, *sorted(left), number]
+    # A loader that is begun anew for each batch gives the first one, or any.
+    if not left or any(other - one < 2 for one, other in itertools.pairwise(places[:-1])):
+        return whole
     epochs = [
         _seen(steps[step] for step in range(one, other) for steps in ranks)
         for one, other in itertools.pairwise(places)
     ]
-    # A loader that is begun anew for each batch gives the first one, or any.
-    some = all(other - one > 1 for one, other in itertools.pairwise(places[:-1]))
-    alike = len(epochs) > 1 and any(set(one) == set(other) for one, other in itertools.pairwise(epochs[:-1]))
-    begin_alike = len(epochs) > 1 and epochs[0][:IN_ORDER] == epochs[1][:IN_ORDER]
-    whole = [_seen(steps[step] for step in range(number) for steps in ranks)]
-    return epochs if some and not alike and not begin_alike else whole
+    alike = any(set(one) == set(other) for one, other in itertools.pairwise(epochs[:-1]))
+    return whole if alike or epochs[0][:IN_ORDER] == epochs[1][:IN_ORDER] else epochs
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:

@@ -89,35 +89,31 @@ WATCHING: list[Callable[[Loss, torch.Tensor], None]] = []
 
 def see_losses() -> Undo:
     """Lets WATCHING be told of the calls. Python looks a function up before it calls the model, in the arguments: so before a model is found."""
-    undos = [_seen(name) for name in FUNCTIONS]
-    seen = {name: getattr(F, name) for name in FUNCTIONS}
+    real = {name: getattr(F, name) for name in FUNCTIONS}
+    seen = {name: _seen(name, function) for name, function in real.items()}
     script: Callable[..., Any] = torch.jit.script
-
-    def restore() -> None:
-        for undo in undos:
-            undo()
 
     @functools.wraps(script)
     def compiled(*arguments: Any, **options: Any) -> Any:
         """torch.jit.script compiles what torch's functions are written as."""
-        restore()
+        vars(F).update(real)
         try:
             return script(*arguments, **options)
         finally:
             vars(F).update(seen)
 
-    scripted = replace(torch.jit, "script", compiled)
+    script_again = replace(torch.jit, "script", compiled)
+    vars(F).update(seen)
 
-    def undo_all() -> None:
-        restore()
-        scripted()
+    def restore() -> None:
+        vars(F).update(real)
+        script_again()
 
-    return undo_all
+    return restore
 
 
-def _seen(name: str) -> Undo:
-    real, inside = getattr(F, name), False
-    signature = inspect.signature(real)
+def _seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    signature, inside = inspect.signature(real), False
 
     @functools.wraps(real)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -136,7 +132,7 @@ def _seen(name: str) -> Undo:
                 WATCHING[-1](Loss(name, bound.arguments, result), result)
         return result
 
-    return replace(F, name, call)
+    return call
 
 
 def _lines(frame: types.FrameType | None) -> int:

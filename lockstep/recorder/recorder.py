@@ -99,9 +99,8 @@ class Recorder(Updates):
         losses.WATCHING.append(self._see_loss)
         self.removing.append(functools.partial(losses.WATCHING.remove, self._see_loss))
         self.root: float | None = None  # the value that a backward pass begins at
-        self.arriving: list[
-            tuple[dict[str, Any], torch.Tensor | None]
-        ] = []  # losses that it has gone through
+        # Losses that it has gone through, with their classes
+        self.arriving: list[tuple[dict[str, Any], torch.Tensor | None]] = []
         shutil.rmtree(self._rank_folder, ignore_errors=True)  # an earlier recording
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:

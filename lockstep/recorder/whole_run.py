@@ -1,8 +1,10 @@
 """What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
     RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives, "loaded": of the first batches of loaders, a hash of what each has for a sample,
-                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so, "cut": how often a loader then begins anew before it was at its end,
+                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives,
+                               "loaded": of the first batches of loaders, a hash of what each has for a sample,
+                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
+                               "cut": how often a loader then begins anew before it was at its end,
                                "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -42,10 +44,8 @@ class Loaders:
         self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
         self.source: Any = None  # the sampler that the last batch is of
         self.loader = 0  # the one that the last batch is of: the id of what chooses its samples
-        self.unfinished, self.trained = (
-            set[int](),
-            set[int](),
-        )  # of loaders, and of those whose batches are trained on
+        # Loaders that are not at their end, and those whose batches are trained on
+        self.unfinished, self.trained = set[int](), set[int]()
         self.fetched = self.calls = 0  # batches, and calls of the model, so far
         self.begin()
         self.removing = [
@@ -56,9 +56,8 @@ class Loaders:
 
     def begin(self) -> None:
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
-        self.loaded: list[
-            dict[str, Any]
-        ] = []  # the first batches, by hashes of what they have for each sample
+        # The first batches, by hashes of what they have for each sample
+        self.loaded: list[dict[str, Any]] = []
         self.given = set[int]()  # the ranks whose samples DistributedSamplers give
         self.with_replacement, self.cut = False, 0
         self.orders: list[dict[str, int]] = []

@@ -43,9 +43,8 @@ class Mean:
     divisor: float = 0.0  # of the sum over these tokens, in the loss
     smoothing: float = 0.0  # of the labels of a cross-entropy that the loop makes from the logits
     uncertain: float = 0.0  # relative error that `divisor` may have
-    function: str = (
-        ""  # of torch's losses, which the loop was seen to call; "" if the gradient says what it is
-    )
+    # Of torch's losses, which the loop was seen to call; "" if the gradient says what it is
+    function: str = ""
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-
-import lockstep
-from lockstep import judge
+from trained import train, verdict
 
 
 class Net(torch.nn.Module):
@@ -40,45 +38,38 @@ TIMES = "the gradient is 3 times that of the mean over all elements of the globa
 
 def trained(folder, name, factor=1 / 3, last=6):
     """Three micro batches a step; the last may be smaller."""
+
+    def go_backward(net):
+        for rows in (6, 6, last):
+            x, wanted, labels = torch.randn(rows, 8), torch.randn(rows, 4), torch.randint(4, (rows,))
+            if name == "left":
+                net(x, labels)
+                loss = net.last_loss
+            else:
+                loss = LOSSES[name](net(x), wanted, labels)
+            (loss * factor).backward()
+
     torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with lockstep.record(net, folder):
-        for _ in range(2):
-            optimizer.zero_grad()
-            for rows in (6, 6, last):
-                x, wanted, labels = torch.randn(rows, 8), torch.randn(rows, 4), torch.randint(4, (rows,))
-                if name == "left":
-                    net(x, labels)
-                    loss = net.last_loss
-                else:
-                    loss = LOSSES[name](net(x), wanted, labels)
-                (loss * factor).backward()
-            optimizer.step()
-
-
-def verdict_on(folder, capsys):
-    status = judge.main([str(folder)])
-    return status, capsys.readouterr().out
+    train(folder, Net(), go_backward)
 
 
 @pytest.mark.parametrize("name", ["mse", "mse by element", "mse of a sum", "nll", "classes", "bce"])
 def test_a_mean_over_the_micro_batches_passes(tmp_path, capsys, name):
     trained(tmp_path, name)
-    status, out = verdict_on(tmp_path, capsys)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and "PASS: 2 steps; the targets of the loss are not judged" in out, out
 
 
 @pytest.mark.parametrize("name", ["mse", "mse by element", "mse of a sum", "nll", "classes", "bce"])
 def test_losses_that_are_added_up_fail(tmp_path, capsys, name):
     trained(tmp_path, name, 1.0)
-    status, out = verdict_on(tmp_path, capsys)
+    status, out = verdict(tmp_path, capsys)
     assert status == 1 and f"FAIL: step 1: {TIMES}" in out, out
 
 
 def test_a_smaller_micro_batch_counts_as_much_as_another(tmp_path, capsys):
     trained(tmp_path, "mse", last=2)
-    status, out = verdict_on(tmp_path, capsys)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and "of the micro batches' means; in the mean over all elements" in out, out
 
 
@@ -93,13 +84,13 @@ def test_a_smaller_micro_batch_counts_as_much_as_another(tmp_path, capsys):
 def test_a_factor_that_may_be_meant_is_noted(tmp_path, capsys, name, factor, said):
     """Both losses of a discriminator are added up, half of a square has the gradient of a difference, and a number may be chosen."""
     trained(tmp_path, name, factor)
-    status, out = verdict_on(tmp_path, capsys)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and f"note: the gradient is {said} of the global batch" in out, out
 
 
 def test_of_several_terms_none_is_the_loss(tmp_path, capsys):
     trained(tmp_path, "two", 1.0)
-    status, out = verdict_on(tmp_path, capsys)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and "PASS: 2 steps; the loss itself is not judged" in out, out
 
 
@@ -108,7 +99,7 @@ def test_of_several_terms_none_is_the_loss(tmp_path, capsys):
 )
 def test_a_loss_that_the_model_leaves_in_an_attribute(tmp_path, capsys, factor, status, said):
     trained(tmp_path, "left", factor)
-    found, out = verdict_on(tmp_path, capsys)
+    found, out = verdict(tmp_path, capsys)
     assert found == status and said in out and "not judged" not in out, out
 
 
@@ -117,32 +108,29 @@ def test_a_loss_that_the_model_leaves_in_an_attribute(tmp_path, capsys, factor, 
 )
 def test_targets_of_tokens_are_seen(tmp_path, capsys, shift, status, said):
     """Of nll_loss, of log-probabilities that the model returns."""
+
+    def go_backward(net):
+        tokens = torch.randint(30, (4, 13))
+        out = net(tokens[:, :-1])
+        F.nll_loss(out.flatten(0, 1), tokens[:, shift : shift + 12].flatten()).backward()
+
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Embedding(30, 16), torch.nn.Linear(16, 30), torch.nn.LogSoftmax(-1))
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            tokens = torch.randint(30, (4, 13))
-            out = net(tokens[:, :-1])
-            F.nll_loss(out.flatten(0, 1), tokens[:, shift : shift + 12].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found, out = verdict_on(tmp_path, capsys)
+    train(tmp_path, net, go_backward)
+    found, out = verdict(tmp_path, capsys)
     assert found == status and said in out, out
 
 
 def test_losses_that_are_made_in_several_places_are_added_up(tmp_path, capsys):
     """As inside and at the boundary of a region. Negative control: test_losses_that_are_added_up_fail."""
+
+    def go_backward(net):
+        F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
+        F.mse_loss(net(torch.randn(6, 8)), torch.zeros(6, 4)).backward()
+
     torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
-            F.mse_loss(net(torch.randn(6, 8)), torch.zeros(6, 4)).backward()
-            optimizer.step()
-    status, out = verdict_on(tmp_path, capsys)
+    train(tmp_path, Net(), go_backward)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and "note: the gradient is 2 times that of the mean over all elements" in out, out
 
 
@@ -150,28 +138,26 @@ def test_losses_that_are_made_in_several_places_are_added_up(tmp_path, capsys):
 def test_factors_that_may_be_something_else(tmp_path, capsys, kind):
     """Each has the factor 4, and 4 micro batches; a scalar that is no loss may be taken by its negative."""
     torch.manual_seed(0)
-    net, other = Net(), torch.nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(4):
-                out = net(torch.randn(6, 8))
-                wanted = torch.randn(6, 4)
-                if kind == "ones":
-                    loss = 4 * F.binary_cross_entropy_with_logits(out, torch.rand(6, 4) / 5 + 0.8)
-                elif kind == "sums of a sample":
-                    loss = F.mse_loss(out, wanted, reduction="none").sum(-1).mean()
-                elif kind == "soft":
-                    loss = 4 * F.kl_div(out.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
-                elif kind == "of another model":
-                    F.mse_loss(other(wanted), wanted).backward()
-                    loss = out.square().mean()
-                else:
-                    loss = -out.mean()
-                (loss / 4 if kind in ("of another model", "no loss") else loss).backward()
-            optimizer.step()
-    status, out = verdict_on(tmp_path, capsys)
+    other = torch.nn.Linear(4, 4)
+
+    def go_backward(net):
+        for _ in range(4):
+            out, wanted = net(torch.randn(6, 8)), torch.randn(6, 4)
+            if kind == "ones":
+                loss = 4 * F.binary_cross_entropy_with_logits(out, torch.rand(6, 4) / 5 + 0.8)
+            elif kind == "sums of a sample":
+                loss = F.mse_loss(out, wanted, reduction="none").sum(-1).mean()
+            elif kind == "soft":
+                loss = 4 * F.kl_div(out.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
+            elif kind == "of another model":
+                F.mse_loss(other(wanted), wanted).backward()
+                loss = out.square().mean() / 4
+            else:
+                loss = -out.mean() / 4
+            loss.backward()
+
+    train(tmp_path, Net(), go_backward)
+    status, out = verdict(tmp_path, capsys)
     assert status == 0 and "PASS: 2 steps; the loss itself is not judged" in out, out
 
 
@@ -180,33 +166,28 @@ def scripted_loss(out, wanted):
 
 
 def test_a_loss_that_is_scripted_while_losses_are_seen(tmp_path, capsys):
+    real, script = F.mse_loss, torch.jit.script
+
+    def go_backward(net):
+        loss = torch.jit.script(scripted_loss)
+        assert F.mse_loss is not real
+        loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
+
     torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    real = F.mse_loss
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            loss = torch.jit.script(scripted_loss)
-            assert F.mse_loss is not real
-            optimizer.zero_grad()
-            loss(net(torch.randn(6, 8)), torch.randn(6, 4)).backward()
-            optimizer.step()
-    assert F.mse_loss is real
-    assert verdict_on(tmp_path, capsys)[0] == 0
+    train(tmp_path, Net(), go_backward)
+    assert F.mse_loss is real and torch.jit.script is script
+    assert verdict(tmp_path, capsys)[0] == 0
 
 
 def test_a_loss_that_is_divided_in_place(tmp_path, capsys):
+    def go_backward(net):
+        for _ in range(3):
+            loss = F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4))
+            loss /= 3
+            loss /= 3
+            loss.backward()
+
     torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(3):
-                loss = F.mse_loss(net(torch.randn(6, 8)), torch.randn(6, 4))
-                loss /= 3
-                loss /= 3
-                loss.backward()
-            optimizer.step()
-    status, out = verdict_on(tmp_path, capsys)
+    train(tmp_path, Net(), go_backward)
+    status, out = verdict(tmp_path, capsys)
     assert status == 1 and "the gradient is 0.3333333 times that of the mean over all elements" in out, out

@@ -12,27 +12,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from trained import train, verdict
 
 import lockstep
-from lockstep import judge, record
+from lockstep import record
 from lockstep.recorder.recording import Recording
 
 
-def verdict(folder, capsys):
-    status = judge.main([str(folder)])
-    captured = capsys.readouterr()
-    return status, captured.out + captured.err
-
-
-def trained(folder, net, batches, between=lambda net: None, loss=lambda out: out.square().mean(), steps=2):
+def trained(folder, net, batches, between=lambda net: None, loss=lambda out: out.square().mean()):
     """`batches` makes what the model is called with; `between` is called after each update."""
-    optimizer = torch.optim.AdamW([one for one in net.parameters() if one.requires_grad], 1e-2)
-    with lockstep.record(net, folder, steps=steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss(net(*batches())).backward()
-            optimizer.step()
-            between(net)
+    train(folder, net, lambda net: loss(net(*batches())).backward(), rate=1e-2, after=between)
 
 
 def changed_between(net, kind):
@@ -232,18 +221,14 @@ def test_the_order_of_dims_in_memory_is_recorded(tmp_path, capsys):
 
 
 def test_tensors_that_the_loop_keeps_in_the_model(tmp_path, capsys):
+    def go_backward(net):
+        for _ in range(3):
+            drawn = torch.distributions.Categorical(net(torch.randn(1, 8)))
+            net.saved.append(drawn.log_prob(drawn.sample()))
+        (-torch.cat(net.saved) * torch.randn(3)).sum().backward()
+
     torch.manual_seed(0)
-    net = Saves()
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    with lockstep.record(net, tmp_path):
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(3):
-                drawn = torch.distributions.Categorical(net(torch.randn(1, 8)))
-                net.saved.append(drawn.log_prob(drawn.sample()))
-            (-torch.cat(net.saved) * torch.randn(3)).sum().backward()
-            optimizer.step()
-            net.saved.clear()
+    train(tmp_path, Saves(), go_backward, after=lambda net: net.saved.clear())
     status, out = verdict(tmp_path, capsys)
     assert status == 0, out
 
