@@ -21,8 +21,8 @@ from lockstep.recorded.free import Free, columns_of
 from lockstep.recorded.model import tf32_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorded.weights import Weighed, shares_of
-from lockstep.recorder.called import LOG_PROBS
+from lockstep.recorded.weights import Weighed
+from lockstep.recorder.called import LOG_PROBS, shares_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
 from lockstep.verdict.alone import sentence

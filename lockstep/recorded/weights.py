@@ -1,17 +1,17 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
-import copy
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
+from lockstep.recorded import clips
+from lockstep.recorded.causes import Causes
 from lockstep.recorded.model import dtype_of
-from lockstep.recorder.called import IGNORED, Called
-from lockstep.recorder.recorded_step import Clip, Step
+from lockstep.recorder.called import Called, shares_of
+from lockstep.recorder.recorded_step import Step
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
@@ -27,24 +27,13 @@ from lockstep.verdict.normalisation import (
     Weighting,
 )
 from lockstep.verdict.rows import StepVerdict, Wrong
-from lockstep.verdict.scalars import float32_norm_error
 
 # Machine epsilons that the weight of a micro batch may be off by in 16 bits: its loss is divided and scaled there, and gradients are clipped
 SCALARS = 2
 SOME = 0.1  # of the gradients, that are right by no accident
 TOO_MUCH = 0.1  # of a typical gradient that a factor leaves, so that it is not what is wrong
-# Where a factor came in
-BEGUN = "; it is there when the backward pass begins"
-LATER = (
-    "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
-)
 SAMPLE_MEAN = "sample-mean"
 MOST = 0.5  # of a weight, that may be tolerated: beyond, a term that is missing would not be seen
-
-
-def shares_of(micro: list[Called]) -> list[int]:
-    """The data-parallel share of each micro batch, by the first rank that was called with it, or with another piece of it."""
-    return [called.first.ranks[0] for called in micro]
 
 
 class Weighed:
@@ -89,12 +78,14 @@ class Weighed:
         verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + roundoffs + uncertain
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
+        causes = Causes(verdict, self.ranks, self.micro, self.exact, tokens, self.elsewhere)
         self.known = [one.weights * divisors for one in candidates]
         measured = of_losses / divisors
         named = normalisation.nearest(measured, tokens, candidates)
         named = verdict.named = self._of_samples(measured, named) or named
         known = named.weighting.weights * divisors
-        self._judge_clips(torch.cat([known, of_terms / named.factor]))
+        clipped = self.made_of(torch.cat([known, of_terms / named.factor]))
+        self.of_norm = clips.judge(verdict, self.ranks[0], clipped, self.beside, causes)
         by_hand = 1.0
         verdict.factor = named.factor
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
@@ -111,10 +102,10 @@ class Weighed:
         if of_some is not None:
             others = self._near(fitted.rest)
             if is_mean and others:
-                verdict.wrong.append(self._of_factor(named.weighting, known, f" of {and_more(others)}"))
+                verdict.wrong.append(causes.of_gradient(named.weighting, known, f" of {and_more(others)}"))
             verdict.factor = 1.0
             return of_some
-        self._judge_terms(fitted.weights, deviations, named.factor)
+        self._judge_terms(fitted.weights, deviations, named.factor, causes)
         if not is_mean:
             said = f"a weighted sum of the micro batches' gradients leaves {fitted.typical:.2g} of a typical gradient"
             self.unexplained = not fitted.typical <= verdict.tolerated_weights
@@ -126,7 +117,7 @@ class Weighed:
         if right:
             self.nominal = self._nominal(of_losses, known, by_hand)
         if not right:
-            verdict.wrong.append(self._of_factor(named.weighting, known))
+            verdict.wrong.append(causes.of_gradient(named.weighting, known))
         elif named.weighting.name == PIECE_MEAN:
             verdict.wrong.append(
                 "the gradient is that of the mean of the means of the pieces that samples are cut into: a token counts less in a piece with more of them"
@@ -201,7 +192,9 @@ class Weighed:
         }
         return "the micro batches count " + "; ".join(f"{one} (rank {share})" for share, one in shown.items())
 
-    def _judge_terms(self, weights: torch.Tensor, deviations: torch.Tensor, factor: float) -> None:
+    def _judge_terms(
+        self, weights: torch.Tensor, deviations: torch.Tensor, factor: float, causes: Causes
+    ) -> None:
         """A further term of the loss counts like the mean of the micro batches', as often as the loss itself."""
         of_losses, beside = weights[: len(self.micro)], iter(weights[len(self.micro) :].tolist())
         off = iter(deviations[len(self.micro) :].abs().tolist())
@@ -225,11 +218,11 @@ class Weighed:
                 self.verdict.notes.append(f"in this precision nothing says how often {name} counts")
             elif not abs(total / inside - 1) <= allowed:
                 times = total / inside
-                why = self._why(times)
+                why = causes.why(times)
                 said = f"{name}, a term of the loss, counts {times:.5g} times as often as the rest"
                 dead = f"{name}, a term of the loss, does not count"
                 self.verdict.wrong.append(
-                    dead if abs(times) <= allowed else Wrong(said, why + self._in_loss(times, why))
+                    dead if abs(times) <= allowed else Wrong(said, why + causes.in_loss(times, why))
                 )
 
     def _weightings(self, expect: str | None) -> tuple[list[int], torch.Tensor, list[Weighting]]:
@@ -313,164 +306,6 @@ class Weighed:
         )
         return False
 
-    def _of_factor(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
-        factor = self.verdict.factor
-        why, seen = self._why(factor), ""
-        if not why and factor < 1 and not self.ranks[0].clips:
-            seen = "; no clipping by a norm was seen"
-        entered = self._entered(known)
-        if self._is_scale(factor):
-            entered = "; it was not taken off, as scaler.step(optimizer) does"
-        if entered == BEGUN:
-            entered += self._stepped_too_often(factor) + self._in_loss(factor, why)
-        said = f"the gradient{of} is {factor:.7g} times that of {weighting.label}{seen}"
-        return Wrong(said, why + entered) if why else Wrong(said + entered)
-
-    def _in_loss(self, factor: float, why: str) -> str:
-        """That a small whole number may be none of the run's, to be read after what else it is."""
-        written = normalisation.may_be_written(factor, self.verdict.tolerated_weights)
-        return "; it may also be a number in the loss" * (written and bool(why))
-
-    def _is_scale(self, times: float) -> bool:
-        """Whether it is the scale of a GradScaler."""
-        scale = self.micro[0].about.scale
-        return scale != 1 and math.isclose(times, scale, rel_tol=self.verdict.tolerated_weights)
-
-    def _stepped_too_often(self, factor: float) -> str:
-        """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
-        times = round(1 / factor) if factor > 0 else 0
-        alone = len(self.ranks[0].micro_batches) == 1
-        if times < 2 or not alone or abs(times * factor - 1) > self.verdict.tolerated_weights:
-            return ""
-        return f"; a loss that is divided by {times} micro batches has it, too, where the optimizer steps after each"
-
-    def _entered(self, known: torch.Tensor) -> str:
-        """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
-        if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
-            return ""
-        arrived = [
-            one.arrived / called.about.scale for called, one in zip(self.micro, self.exact, strict=True)
-        ]
-        begun = torch.tensor(arrived, dtype=torch.float64) / self.verdict.shares
-        for factor, where in ((self.verdict.factor, BEGUN), (1.0, LATER)):
-            if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
-                return where
-        return ""
-
-    def _why(self, factor: float) -> str:
-        """What a factor may be, to be read after it."""
-        world = self.ranks[0].world_size
-        labels = sum(
-            int(torch.isin(called.tensors[one.mean.labels], torch.tensor(IGNORED), invert=True).sum())
-            for called, one in zip(self.micro, self.exact, strict=True)
-            if one.mean.labels
-        )
-        targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
-        inside = sum(one[..., 1:].numel() for one in targets)
-        positions = sum(one.numel() for one in targets)
-        of_rows = self.verdict.tokens + positions - inside
-        counting = sum(
-            one.ranks == self.micro[0].ranks for one in self.micro
-        )  # micro batches of a rank at which a gradient arrived
-        of_shares = [
-            sum(number for number, own in zip(self.tokens, self.shares, strict=True) if own == share)
-            for share in dict.fromkeys(self.shares)
-        ]
-        unequal = len(of_shares) if self.verdict.tokens and min(of_shares) < max(of_shares) else 0
-        latest = max(one.number for one in self.micro)
-        last = sum(
-            number for number, one in zip(self.tokens, self.micro, strict=True) if one.number == latest
-        )
-        classes = {at.shape[-1] for one in self.micro for at in one.arrived.values() if at.ndim > 1}
-        in_masks = (one for called in self.micro for name, one in called.tensors.items() if "mask" in name)
-        of_mask = sum(int(one.count_nonzero()) for one in in_masks)
-        tolerated = max(self.verdict.tolerated_weights, 1e-6)
-        windows = [len(one.micro_batches) for one in self.ranks.values()]
-        uneven = min(windows) < max(windows)
-        numbers = {
-            "the world size": float(world),
-            "the number of data-parallel ranks": float(self.verdict.shares),
-            "the micro batches of a rank": float(len(self.ranks[0].micro_batches)),
-            "those that count": float(counting if counting != len(self.ranks[0].micro_batches) else 0),
-            "the ranks that see the same samples": world / self.verdict.shares,
-            "the tokens of the global batch": float(self.verdict.tokens),
-            "the positions of the global batch": float(positions),
-            "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
-            "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
-            "its tokens and one of each row": float(
-                of_rows if of_rows not in (positions, labels, of_mask) else 0
-            ),
-            "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
-            "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
-            "the tokens of the mask": float(of_mask),
-            "the micro batches of all ranks": float(uneven * sum(windows)),
-            "those of the rank with the most x the ranks": float(uneven * max(windows) * len(windows)),
-            "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
-            "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),
-            "the micro batches of another step": float(self.elsewhere),
-            "the scale of the GradScaler": self.micro[0].about.scale,
-        }
-        names = normalisation.explanations(factor, numbers, tolerated)
-        return f", which is {' or '.join(names)}" if names else ""
-
-    def _judge_clips(self, weights: torch.Tensor) -> None:
-        """Each norm that the run clipped by, against that of the reference's gradients. `weights` are those of the gradient before."""
-        clips = [one for one in self.ranks[0].clips if not one.by_value]
-        if not clips:
-            return
-        whole = self.made_of(weights)
-        sizes = {name: _Size(tensor) for name, tensor in whole.items() if tensor.numel()}
-        until_then = dict.fromkeys([*whole, *self.beside], 1.0)
-        for number, clip in enumerate(clips):
-            own = [name for name in until_then if clip.has(name)]
-            scale = {name: until_then[name] / self.ranks[0].clipped(name) for name in own}
-            self._judge_clip(
-                "gradient norm" if len(clips) == 1 else f"gradient norm {number}",
-                clip,
-                [sizes[name].times(scale[name]) for name in own if name in sizes],
-                math.hypot(
-                    clip.beside, *(self.beside[name] * scale[name] for name in own if name in self.beside)
-                ),
-            )
-            until_then |= {name: until_then[name] * clip.factor for name in own}
-        short = [one for one in clips if one.factor < 1]
-        if len(short) == 1:
-            self.verdict.clipped = f", clipped from a norm of {short[0].norm:.5g} to {short[0].max_norm:.5g}"
-        elif short:
-            self.verdict.clipped = f", clipped in {len(short)} of {len(clips)} parts by the norm of each"
-
-    def _judge_clip(self, label: str, clip: Clip, sizes: list["_Size"], beside: float) -> None:
-        """Libraries sum the norm in float32."""
-        if not sizes:
-            return
-        others = torch.tensor(beside, dtype=torch.float64)
-        right = float(torch.stack([*(one.norm for one in sizes), others]).norm())
-        summed = float(torch.stack([*(one.in_float32 for one in sizes), others.float()]).norm())
-        in_float32 = float32_norm_error(right, summed, max(one.numel for one in sizes))
-        largest = max(one.largest for one in sizes)
-        tolerated = in_float32 / right + self.verdict.tolerated_weights
-        if abs(clip.norm - largest) <= tolerated * largest:
-            right = largest  # clipped by the largest element
-        if self.verdict.number(label, clip.norm, right, tolerated * right).too_far:
-            times = clip.norm / right
-            said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {right:.7g}"
-            why = "; it was clipped before scaler.unscale_(optimizer)" * self._is_scale(times)
-            self.of_norm.append(Wrong(said, why))
-
 
 def _of_elements(weighting: Weighting) -> Weighting:
     return dataclasses.replace(weighting, label=weighting.label.replace("token", "element"))
-
-
-class _Size:
-    """Of a tensor: its norm, also in float32, its largest element and its number of elements."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.norm, self.in_float32 = tensor.norm(), tensor.float().norm()
-        self.largest, self.numel = float(tensor.abs().max()), tensor.numel()
-
-    def times(self, factor: float) -> "_Size":
-        scaled = copy.copy(self)
-        scaled.norm, scaled.in_float32 = self.norm * factor, self.in_float32 * factor
-        scaled.largest = self.largest * abs(factor)
-        return scaled

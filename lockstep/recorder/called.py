@@ -162,3 +162,8 @@ def _mask_labels(called: Called, cut: pieces.Pieces, place: int) -> int | None:
             called.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, own, tensor[..., own])
             number = (number or 0) + int((called.tensors[name] != ignored).sum())
     return number
+
+
+def shares_of(micro: list[Called]) -> list[int]:
+    """The data-parallel share of each micro batch, by the first rank that was called with it, or with another piece of it."""
+    return [called.first.ranks[0] for called in micro]
