@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import argparse
 import collections
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.dumps import history
-from lockstep.ground import locks, startup
+from lockstep.ground import locks, origin, startup
 from lockstep.ground.errors import TrainingFailure, UserError, run_program
 from lockstep.ground.files import (
     PAGE,
@@ -256,12 +257,16 @@ def verdicts(
     """(comparison of the tensors, whose report is written into a folder if one is given; of the losses) of one run."""
     from lockstep import compare
     from lockstep.verdict import loss_curves
+    from lockstep.verdict.loss_folder import Judged
 
-    baseline = group.losses(BASELINE, CLEAN)
-    tolerance = loss_curves.tolerance_for(baseline, group.losses(CONTROL, CLEAN))
-    curve = loss_curves.compare_curves(baseline, group.losses(strategy, name), tolerance)
+    baseline, control, own = (
+        group.losses(*which) for which in ((BASELINE, CLEAN), (CONTROL, CLEAN), (strategy, name))
+    )
+    tolerance = loss_curves.tolerance_for(baseline, control)
+    curve = loss_curves.compare_curves(baseline, own, tolerance)
+    curves = Judged({BASELINE: baseline, strategy: own}, control, tolerance, {strategy: curve}, "")
     dumps = [*(group.dump(each, CLEAN) for each in (REFERENCE, BASELINE)), group.dump(strategy, name)]
-    return compare.judge(dumps, report), curve
+    return compare.judge(dumps, report, curves), curve
 
 
 def require_clean(group: Group, strategy: str) -> None:
@@ -280,8 +285,7 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     from lockstep.dumps.dump import Dump
     from lockstep.verdict.result import Diagnosis
 
-    report = report_of(group, fault.name, strategy)
-    result, curve = verdicts(group, fault.name, strategy, report if group.options.work_dir else None)
+    result, curve = verdicts(group, fault.name, strategy, report_of(group.options, fault.name, strategy))
     run = result.runs[strategy]
     failures, dump, diagnosis = run.failures, run.dump, run.diagnosis or Diagnosis()
     step, first = (failures[0][0], failures[0][2]) if failures else (None, None)
@@ -311,9 +315,9 @@ def judge(group: Group, fault: "Fault", strategy: str) -> dict:
     }
 
 
-def report_of(group: Group, name: str, strategy: str) -> Path:
-    """The folder of the report on the run of a strategy with a fault."""
-    return group.dump(strategy, name).with_name(f"report_{strategy}")
+def report_of(options: argparse.Namespace, fault: str, strategy: str) -> Path:
+    """The folder of the report on the run of a strategy with a fault: beside the table."""
+    return options.output.absolute().with_suffix("") / f"{fault}-{strategy}"
 
 
 def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
@@ -354,14 +358,22 @@ def cells(row: dict) -> list[str]:
     return [*found, str(row["seconds"])]
 
 
-def write_page(options: argparse.Namespace, rows: list[dict], pages: dict[tuple[str, str], Path]) -> None:
-    """The table to sort and to filter; each row links to its page, if that was kept."""
+def write_page(options: argparse.Namespace, rows: list[dict]) -> None:
+    """The table to sort and to filter; each row that was judged links to its page."""
     from lockstep.page.writing import write_listing
 
     place = options.output.with_suffix(".html").absolute()
-    kept = {key: os.path.relpath(path, place.parent) for key, path in pages.items() if path.is_file()}
-    lines = [(cells(row), kept.get((row["fault"], row["strategy"]), "")) for row in rows]
-    write_listing(place, f"Planted faults, {options.precision}", summary(rows, options.steps), COLUMNS, lines)
+    pages = [report_of(options, row["fault"], row["strategy"]) / "report.html" for row in rows]
+    links = [
+        "" if row.get("failed") else str(page.relative_to(place.parent))
+        for row, page in zip(rows, pages, strict=True)
+    ]
+    lines = list(zip(map(cells, rows), links, strict=True))
+    said = [
+        *summary(rows, options.steps),
+        f"How this was found out: {origin.command()}, {origin.now()}, Lockstep {origin.commit()}, {origin.machine(origin.about())}, torch {importlib.metadata.version('torch')}",
+    ]
+    write_listing(place, f"Planted faults, {options.precision}", said, COLUMNS, lines)
 
 
 def _step(step: int | None) -> str:
@@ -434,12 +446,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         options.output.with_suffix(".md"),
         "\n".join([TITLE + options.precision, "", *lines]) + "\n",
     )
-    reports = {
-        (fault.name, row.name): report_of(group, fault.name, row.name) / "report.html"
-        for group, members in groups.items()
-        for fault, row in members
-    }
-    write_page(options, rows, reports if options.work_dir else {})
+    write_page(options, rows)
     if any(row.get("failed") for row in rows):
         print(f"\nLogs of what did not run: {folder}")
     print(
@@ -463,10 +470,11 @@ def checked(options: argparse.Namespace) -> int:
         print_catalogue(options)
         return 0
     choose(options)
-    if options.output.suffix in (".md", ".html"):
-        raise UserError(
-            f"--output {options.output}: the table goes to a {options.output.suffix} beside it; give another ending, such as .json"
-        )
+    if options.output.suffix in ("", ".md", ".html"):
+        taken = "the pages go to a folder of this name"
+        if options.output.suffix:
+            taken = f"the table goes to a {options.output.suffix} beside it"
+        raise UserError(f"--output {options.output}: {taken}; give another ending, such as .json")
     beside = {".md": TITLE.encode(), ".html": PAGE}
     for path, begins in (
         (options.output, BEGINS),

@@ -92,6 +92,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--dp_size", type=int, default=2, help="data-parallel size (default: %(default)s)")
     parser.add_argument(
+        "--profile",
+        type=int,
+        default=Config.profile,
+        help="number of further steps that torch's profiler records (default: %(default)s)",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="remove an older verification in --output_dir"
     )
     parser.add_argument("--part", choices=("plan", "verdict"), help=argparse.SUPPRESS)
@@ -100,7 +106,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     parser.epilog = "All other flags are given to all runs; they are those that all training scripts have (train_ddp.py --help), such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
     options, flags = parser.parse_known_args(given)
-    flags += ["--dp_size", str(options.dp_size), *(["--overwrite"] if options.overwrite else [])]
+    flags += ["--dp_size", str(options.dp_size), "--profile", str(options.profile)]
+    flags += ["--overwrite"] * options.overwrite
     if options.part:  # the script says all the rest
         return options, flags
     clash = next((flag for flag in given if flag.split("=")[0] in SET_HERE), None)
@@ -111,7 +118,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     folder = options.output_dir = options.output_dir.expanduser().absolute()
     flags += [
         "--debug_steps",
-        str(options.steps),
+        str(options.steps + max(options.profile, 0)),
         "--capture_steps",
         str(options.steps),
         "--capture_dir",

@@ -66,6 +66,7 @@ fi
 DEBUG_STEPS=${DEBUG_STEPS:-100}
 LOG_INTERVAL=${LOG_INTERVAL:-10}
 REPORT_TO=${REPORT_TO:-none} # comma-separated trackers: tensorboard, wandb, mlflow
+PROFILE=${PROFILE:-0} # steps that torch's profiler records
 SEED=${SEED:-0}
 DATASET_NAME=${DATASET_NAME:-builtin}
 OPTIMIZER=${OPTIMIZER:-adamw}
@@ -90,7 +91,7 @@ common=(
   --num_epochs 1 --debug_steps "$DEBUG_STEPS" --learning_rate "$LEARNING_RATE" --optimizer "$OPTIMIZER"
   --weight_decay "$WEIGHT_DECAY" --max_grad_norm "$MAX_GRAD_NORM"
   --gradient_accumulation_steps "$GRADIENT_ACCUMULATION_STEPS" --precision "$PRECISION" --attn_impl "$ATTN_IMPL"
-  --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL" --report_to "$REPORT_TO" --dp_size "$DP_SIZE"
+  --seed "$SEED" --dataset_name "$DATASET_NAME" --log_interval "$LOG_INTERVAL" --report_to "$REPORT_TO" --profile "$PROFILE" --dp_size "$DP_SIZE"
   --loss_output_dir "$OUTPUT_DIR" --storage_path "$OUTPUT_DIR/ray" --device "$DEVICE" --overwrite
 )
 [ "$TENSORS" = 0 ] || common+=(--capture_dir "$OUTPUT_DIR/tensors" --capture_steps 2)

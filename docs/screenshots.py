@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULT = "row_parallel_sum_dropped"
+FAULT = "last_uneven_shard_never_updates"
 STUDY = """
 title = "FSDP2 and ZeRO beside DDP"
 about = "Each run trains the same model from the same weights on the same batches."
@@ -38,7 +38,7 @@ zero_stage = 3
 """
 COLOURS = 256  # of a file: it has half the size
 # How a page is looked at: width, height and colours
-LOOKS = {"": (1240, 1400, "light"), "_dark": (1240, 1400, "dark"), "_narrow": (400, 1400, "light")}
+LOOKS = {"": (1240, 1900, "light"), "_dark": (1240, 1900, "dark"), "_narrow": (400, 1900, "light")}
 
 
 def run(folder: Path, program: str, *arguments: str, status: int = 0) -> None:
@@ -54,13 +54,10 @@ def pages(folder: Path) -> dict[str, Path]:
     """Trains, and returns the pages by name."""
     (folder / "study.toml").write_text(STUDY)
     run(folder, "run_verification.py", "--output_dir", "pass")
-    run(folder, "run_faults.py", FAULT, "--strategy", "fsdp", "--work_dir", "bug", "--output", "faults.json")
+    run(folder, "run_faults.py", FAULT, "--strategy", "fsdp", "--output", "faults.json")
     run(folder, "run_study.py", "study.toml", "--output_dir", "study")
-    bug = folder / "bug" / "group0" / FAULT / "report_fsdp"
-    return {
-        name: at / "report.html"
-        for name, at in (("pass", folder / "pass"), ("bug", bug), ("study", folder / "study"))
-    }
+    found = {"pass": "pass", "bug": f"faults/{FAULT}-fsdp", "study": "study"}
+    return {name: folder / at / "report.html" for name, at in found.items()}
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         "--modules",
         metavar="PATTERN",
         default=EVERY_MODULE,
-        help="the modules whose outputs are recorded, such as 'model.layers.0.*'; '' for none (default: '%(default)s', all)",
+        help="the modules whose outputs are recorded, such as 'model.layers.{0,13}.*'; '' for none (default: '%(default)s', all)",
     )
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

@@ -1764,6 +1764,27 @@ class NeverUnscaled(ScaledOwn):
         self.optimizer.step()
 
 
+class Overflows(ScaledOwn):
+    """Gradients of the first window are infinite, so the scaler skips its step."""
+
+    RANKS = (0, 1)
+
+    def train(self):
+        self.steps += 1
+        super().train()
+
+    def clip(self):
+        if self.step == 0 and self.rank in self.RANKS:
+            next(self.net.parameters()).grad[0] = torch.inf
+        super().clip()
+
+
+class OverflowsOnOneRank(Overflows):
+    """Each rank's scaler looks at its own gradients alone."""
+
+    RANKS = (1,)
+
+
 class GivesItsBias(Own):
     """A module returns its bias, which its caller adds, as GPT-NeoX Japanese does. A weight has no elements, as one of MobileBERT's may."""
 

@@ -41,6 +41,11 @@ def about() -> dict:
     }
 
 
+def machine(made: dict[str, Any]) -> str:
+    """The processor of an origin, in words."""
+    return ", ".join((made["cpu"], *made["instruction_sets"], f"{made['cores']} cores"))
+
+
 def now() -> str:
     """The time in UTC, as ISO 8601 writes it."""
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -123,6 +123,7 @@ function copiesOf(table) {
   return new Set(found.map(([, name]) => numberOf.get(name)).filter(table.has));
 }
 
+const INPUTS = new Set(["batch", "forward", "backward"]); // of modules
 const FOLLOW = new Set(["forward", "backward", "gradient", "numbers"]); // from what is wrong before them, unless they are wrong by themselves
 
 /** The tables of a run: a recording's views are of one. */
@@ -130,10 +131,18 @@ function tablesOfRun(view) {
   return tables.filter((table) => page.kind === "recording" || table.view === view);
 }
 
+/** The first tensor of a step that modules compute from, of which ranks have other copies: what comes after it follows from these. */
+function firstUnlike(view, step) {
+  const unlike = page.views[view].differing.filter(([at, name]) => at === step && INPUTS.has(kindOf(name)));
+  return Math.min(...unlike.map(([, name]) => numberOf.get(name)), Infinity);
+}
+
 /** [name, what is wrong, "" for a copy] of the tensors of a run in a step that are wrong by themselves, in order; where none is known to be, of the first
  * that is too far. And of those of which ranks have other copies: what is made of them differs, too, so only the first output, or all weights of its kind. */
 function wrongByThemselves(view, step) {
-  const far = tablesOfRun(view).filter((table) => table.step === step).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
+  const last = firstUnlike(view, step);
+  const all = tablesOfRun(view).filter((table) => table.step === step).flatMap((table) => table.far.map((place) => [table, table.names[place]]));
+  const far = all.filter(([, name]) => name <= last);
   const itself = far.filter(([table, name]) => wayOfTable(table) === BY_ITSELF || !FOLLOW.has(kindOf(page.names[name])));
   const found = (itself.length ? itself : far.slice(0, 1)).sort(([, one], [, two]) => one - two).map(([table, name]) => [page.names[name], table.row(name).said || errorText(table.row(name))]);
   const copies = page.views[view].differing.filter(([at]) => at === step).map(([, name]) => name);

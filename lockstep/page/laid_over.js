@@ -2,7 +2,9 @@
 
 /** The payload of a report.html. Throws for any other text. */
 function payloadOf(text) {
-  const other = payloadIn(new DOMParser().parseFromString(text, "text/html"));
+  const parsed = new DOMParser().parseFromString(text, "text/html");
+  const other = payloadIn(parsed);
+  if (parsed.getElementById("listing")) throw new Error("it is a table of runs; choose the page of one of them");
   if (other?.format !== page.format) throw new Error("it is no report.html of this version");
   return other;
 }
@@ -27,6 +29,7 @@ function showChanges(parent, title, other) {
   for (const entry of Object.keys({ ...was, ...is })) {
     if (was[entry] !== is[entry]) lines.push(`${entry}: ${changed(was[entry] ?? "not said", is[entry] ?? "not said")}`);
   }
+  lines.push(...inOneAlone(other), ...contractsApart(other), ...lossesApart(other));
   const { moved, count, alike } = compared(other);
   const head = ["tensor", "step", "run", "was", "is"];
   const body = moved.slice(0, 200).map((one) => el("tr", { class: one.far[0] === one.far[1] ? "" : "differs-row" },
@@ -34,10 +37,11 @@ function showChanges(parent, title, other) {
     ...[0, 1].map((side) => el("td", { class: "number" }, `${shareText(one.share[side])}${one.far[side] ? " ✕" : ""}`))));
   parent.replaceChildren(
     el("h2", { id: "over-title" }, `What changed since ${title}`),
+    el("p", { class: "quiet" }, `Made ${was.compared ?? was.judged ?? "at an unknown time"}.`),
     el("ul", { class: "notes" }, ...lines.map((line) => el("li", {}, line))),
     el("p", {}, `${count} tensors are in both, ${alike} of them with the same errors. Those that crossed what is tolerated come first, then the largest changes of the share of it.`),
     body.length ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tensors that changed" }, el("table", {},
-      el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col" }, one)))), el("tbody", {}, ...body))) : el("span"));
+      el("thead", {}, el("tr", {}, ...head.map((one) => el("th", { scope: "col", class: ["was", "is"].includes(one) ? "number" : "" }, one)))), el("tbody", {}, ...body))) : el("span"));
 }
 
 function firstsText({ views, causes: ofRun }) {
@@ -69,9 +73,42 @@ function compared(other) {
   return { moved: moved.sort((one, two) => weight(two) - weight(one)), count, alike };
 }
 
-/** Of two lists of words with commas, only the entries that differ. */
+/** Runs, and steps of a run, that only one of the reports has. */
+function inOneAlone(other) {
+  const stepsIn = (from) => new Map(from.views.map((view, number) => [view.label, new Set(from.tables.filter((table) => table.view === number).map((table) => table.step))]));
+  const [was, is] = [other, page].map(stepsIn);
+  return [...new Set([...was.keys(), ...is.keys()])].flatMap((label) => {
+    if (!was.has(label) || !is.has(label)) return [`${label} is in ${was.has(label) ? "the other" : "this"} report alone.`];
+    const steps = [...new Set([...was.get(label), ...is.get(label)])].filter((step) => !was.get(label).has(step) || !is.get(label).has(step));
+    return steps.length ? [`${label}: ${plural("step", steps.length)} ${steps.join(", ")} in one report alone.`] : [];
+  });
+}
+
+/** The entries of contracts that are others, of the runs of both. */
+function contractsApart(other) {
+  return page.views.flatMap(({ label, contract }) => {
+    const before = other.views.find((view) => view.label === label)?.contract;
+    if (!before) return [];
+    const [was, is] = [flat(before), flat(contract)];
+    return Object.keys({ ...was, ...is }).filter((entry) => was[entry] !== is[entry]).map((entry) => `Contract of ${label}: ${entry}: was ${was[entry] ?? "not there"}, is ${is[entry] ?? "not there"}`);
+  });
+}
+
+/** How far the losses of runs of both are apart. */
+function lossesApart(other) {
+  if (!other.losses || !page.losses) return [];
+  return page.losses.labels.flatMap((label, number) => {
+    const before = other.losses.loss[other.losses.labels.indexOf(label)] ?? [];
+    const apart = page.losses.loss[number].map((loss, step) => (Number.isFinite(loss) && Number.isFinite(before[step]) ? Math.abs(loss - before[step]) : -1));
+    const most = Math.max(...apart);
+    return most > 0 ? [`Losses of ${label}: up to ${sci(most)} apart, in step ${page.losses.steps[apart.indexOf(most)]}.`] : [];
+  });
+}
+
+/** Of two lists of words with commas, only the entries that differ; all of what is said by run or by name. */
 function changed(was, is) {
-  const [one, two] = [was.split(", "), is.split(", ")];
+  if (/: /.test(was + is)) return `was ${was}, is ${is}`;
+  const [one, two] = [was, is].map((text) => text.split(/, (?![^()]*\))/));
   const [gone, come] = [one.filter((part) => !two.includes(part)), two.filter((part) => !one.includes(part))];
   return `was ${gone.join(", ") || "without"}, is ${come.join(", ") || "without"}`;
 }

@@ -39,13 +39,13 @@ function showLosses(parent, state) {
     const style = getComputedStyle(document.documentElement);
     const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
     const runs = (values) => values.map((run, number) => ({
-      label: losses.labels[number], values: run, width: 1.6, dash: [[], [8, 3], [2, 3], [8, 3, 2, 3]][number % 4], stroke: STROKES[number % STROKES.length][dark.matches ? 1 : 0],
+      label: losses.labels[number], values: run, width: 1.6 + 1.4 * (values.length - 1 - number), dash: [[], [8, 3], [2, 3], [8, 3, 2, 3]][number % 4], stroke: STROKES[number % STROKES.length][dark.matches ? 1 : 0],
     }));
     const apart = losses.loss.map((run) => run.map((value, step) => (value === null || losses.loss[0][step] === null ? null : Math.abs(value - losses.loss[0][step]))));
     const bounds = [
       { label: "noise floor (control run)", values: losses.control, width: 1, stroke: line, fill: line },
       { label: "noise floor (derived)", values: losses.floor === null ? [] : losses.steps.map(() => losses.floor), width: 1, stroke: text, dash: [8, 3, 2, 3] },
-      { label: "tolerated", values: losses.tolerated, width: 1, stroke: text, dash: [6, 4] },
+      { label: "tolerated", values: losses.tolerated, width: 1.6, stroke: style.getPropertyValue("--bad").trim(), dash: [6, 4] },
     ].filter(({ values }) => values.length);
     plots.replaceChildren(
       plot("Loss", losses.steps, runs(losses.loss)),
@@ -54,8 +54,19 @@ function showLosses(parent, state) {
   };
   draw();
   dark.onchange = draw;
-  parent.append(el("p", { class: "quiet" }, "Drag to zoom, double-click to see all; the numbers of a step are below each plot."), plots,
+  parent.append(el("p", { class: "quiet" }, "Drag to zoom, double-click to see all; the numbers of a step are below each plot."), stepsShown(losses.steps, plots), plots,
     el("details", {}, el("summary", {}, "All numbers as a table"), table));
+}
+
+/** Zoom without a pointer: the first and the last step that are shown. */
+function stepsShown(steps, plots) {
+  const [first, last] = [steps[0], steps.at(-1)];
+  const zoom = () => {
+    const [from, to] = inputs.map((input) => Number(input.value));
+    if (from >= first && from < to && to <= last) plots.querySelectorAll(".plot").forEach((box) => box.chart.setScale("x", { min: from, max: to }));
+  };
+  const inputs = [first, last].map((value) => el("input", { type: "number", min: first, max: last, value, onchange: zoom }));
+  return el("p", { id: "steps-shown" }, ...["Steps ", " to "].map((text, place) => el("label", {}, text, inputs[place])));
 }
 
 /** Curves over steps; `fromZero`: the axis begins at 0. */
@@ -65,10 +76,10 @@ function plot(title, steps, series, fromZero = false) {
   const [text, line] = [style.getPropertyValue("--text").trim(), style.getPropertyValue("--line").trim()];
   const exact = (_, value) => (value === null || value === undefined ? "" : value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(2) : value.toPrecision(7));
   const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-  new uPlot({
+  box.chart = new uPlot({
     title, width: Math.min(900, Math.max(320, document.documentElement.clientWidth - 48)), height: 240,
     scales: { x: { time: false }, y: fromZero ? { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1e-9] } : {} },
-    axes: [{ ...axis }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
+    axes: [{ ...axis, incrs: [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5, 6].map((decade) => one * 10 ** decade)).sort((one, two) => one - two) }, { ...axis, size: 76, values: (_, ticks) => ticks.map((value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4))))) }],
     series: [{ label: "step" }, ...series.map(({ values, ...one }) => ({ ...one, value: exact }))],
   }, [steps, ...series.map(({ values }) => values)], box);
   return box;

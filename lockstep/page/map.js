@@ -109,7 +109,11 @@ const map = {
   },
   mark(name) {
     for (const cell of document.querySelectorAll(".cell.open")) cell.classList.remove("open");
-    this.cells.get(name)?.classList.add("open");
+    const cell = this.cells.get(name);
+    if (!cell) return;
+    cell.classList.add("open");
+    const stop = cell.closest(".grid").querySelector('.cell[tabindex="0"]');
+    if (stop && !cell.classList.contains("none")) [stop.tabIndex, cell.tabIndex] = [-1, 0]; // Tab leads to the open tensor
   },
   key(event, onOpen) {
     const cell = event.target.closest(".cell[data-name]");

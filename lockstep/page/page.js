@@ -47,8 +47,9 @@ function headline(number) {
     const alike = page.views[number].differing.filter(([at, other]) => at === step && kindOf(other) === kindOf(name)).length - 1;
     return [`${run}copies of ${inWords(name)}${alike ? ` and of ${alike} more` : ""} differ between ranks in step ${step}`, apartText(odd)];
   }
-  const on = row === null ? "" : onText(number, [...wrongRanks({ view: number, step, tensor }, row, heldOf(number, tensor), odd), ...odd.keys()], row);
-  return [`${run}${inWords(name)} is wrong${on} in step ${step}`, oneNumber(what, row)];
+  const on = row === null ? "" : onText(number, [...wrongRanks({ view: number, step, tensor }, row, heldOf(number, tensor), odd)], row);
+  const copies = odd.size ? `, and ${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"} of it` : "";
+  return [`${run}${inWords(name)} is wrong${on} in step ${step}${copies}`, oneNumber(what, row)];
 }
 
 /** The same as a sentence. */

@@ -15,6 +15,7 @@ from lockstep.verdict.picture import Picture
 
 FORMAT = 8
 SAID = 500  # sentences of a table
+PICTURES = 960  # of a page: at most 4 MB
 # Of a table, as in `Page.add`, with the digits that are shown
 COLUMNS = {"share": 3, "error": 3, "tolerated": 2, "largest": 3, "tolerated_largest": 2}
 # Entries of a configuration that say which heads an attention has
@@ -159,6 +160,7 @@ class Page:
             _places(row.name in known for row in rows),
             alone,
         )
+        room = PICTURES - sum(len(one.pictures) for one in self.tables)
         for place, (number, row) in enumerate(zip(named, rows, strict=True)):
             distance = row.distance
             numbers = (
@@ -177,7 +179,7 @@ class Page:
                 table.ranks[place] = {rank: short(one, 3) for rank, one in row.ranks.items()}
             if len(table.said) < SAID and (row.factor or row.distance.unequal or (alone and row.too_far)):
                 table.said[place] = (row.describe(), _hidden(row))
-            if row.picture is not None and (row.too_far or not alone):
+            if row.picture is not None and (row.too_far or not alone) and len(table.pictures) < room:
                 table.pictures[place] = row.picture
             where = placed.get(row.name, [])
             if any(where):

@@ -204,7 +204,7 @@ function rectangles(shape, start, size) {
   });
 }
 
-function drawPicture(view, name, row) {
+function drawPicture({ view, step }, name, row) {
   const { picture, batch: counted } = row;
   const { shape } = picture;
   const columns = shape.at(-1) ?? 1;
@@ -251,7 +251,8 @@ function drawPicture(view, name, row) {
     const slices = row.far ? slicesOf(row) : null;
     const found = heldOf(view, name, picture).map((held) => [slices !== null && isWrong(held.boxes, slices, row), held]);
     // What is wrong is drawn last, over the borders that it shares.
-    const boxes = found.sort(([one], [two]) => one - two).flatMap(([wrong, held]) => held.boxes.map((box) => [wrong, held.ranks, ...box]));
+    const odd = oddOf(view, step, page.names[name]); // other copies were not compared with the reference
+    const boxes = found.sort(([one], [two]) => one - two).flatMap(([wrong, held]) => held.boxes.map((box) => [wrong, judgedOn(view, odd, [held]), ...box]));
     if (boxes.length < 2) return;
     const [x, y] = [canvas.width / columns, canvas.height / rows];
     context.font = "600 12px system-ui, sans-serif";
@@ -261,7 +262,7 @@ function drawPicture(view, name, row) {
         context.strokeStyle = style.getPropertyValue(wrong ? "--bad" : "--quiet");
         context.lineWidth = wrong ? 3 : 1;
         context.strokeRect(column * x + 1, row * y + 1, wide * x - 2, high * y - 2);
-        if (number) return;
+        if (number || !ranks.length) return;
         const text = ` ${listed(ranks)}${wrong ? " ✕" : ""} `;
         const length = context.measureText(text).width;
         if (length > wide * x - 4 || high * y < 18) return;
@@ -315,9 +316,14 @@ function rangeText(shape, names, first, count, rows) {
       found.unshift(row % shape[dim]);
       row = Math.floor(row / shape[dim]);
     }
-    return `[${found.join(", ")}]`;
+    return found;
   };
-  return `${index(first)} to ${index(last)}, `;
+  const [one, two] = [index(first), index(last)];
+  const same = one.findIndex((place, dim) => place !== two[dim]); // dims before it have one index
+  const alike = same < 0 ? one.length : same;
+  const before = one.slice(0, alike).map((place, dim) => `${names[dim]} ${place}`);
+  const ranges = alike === one.length - 1 ? [rangeOf(names[alike], one[alike], two[alike])] : same < 0 ? [] : [`${names.slice(alike, -1).join(", ")} ${one.slice(alike).join(", ")} to ${two.slice(alike).join(", ")}`];
+  return `${[...before, ...ranges].join(", ")}, `;
 }
 
 /** A colour between the stops of a ramp, "#rrggbb" each. */

@@ -144,10 +144,15 @@ function showContracts(parent) {
   const differs = (entry) => contracts.some((one) => one[entry] !== contracts[0][entry]);
   const line = (entry) => el("tr", { class: differs(entry) ? "differs-row" : "" }, el("th", { scope: "row" }, entry), ...contracts.map((one) => el("td", {}, one[entry] ?? el("span", { class: "quiet" }, "has none"))));
   const table = (which, title) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "entry"), ...views.map((view) => el("th", { scope: "col" }, view.label)))),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "entry"), ...views.map((view) => el("th", { scope: "col" }, page.kind === "recording" ? "the run" : view.label)))),
     el("tbody", {}, ...which.map(line))));
   const [different, same] = [entries.filter(differs), entries.filter((entry) => !differs(entry))];
   parent.hidden = false;
+  if (views.length === 1) {
+    const title = page.kind === "recording" ? "Settings of the optimizer" : "Contract";
+    parent.append(el("h2", { id: "contracts-title" }, title), el("p", { class: "quiet" }, "What the run ran with, read back from its live objects."), table(same, "What the run ran with"));
+    return;
+  }
   parent.append(el("h2", { id: "contracts-title" }, "Contracts"),
     el("p", { class: "quiet" }, "What each run ran with, read back from its live objects. A difference that is by design, such as of sharding, is no failure."),
     different.length ? table(different, "Entries that differ") : el("p", {}, "All entries are the same."),

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from statistics import fmean
+from typing import Any
 
 import torch
 
 from lockstep.ground import origin
-from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Page, Placed, View, short
+from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Losses, Page, Placed, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded.run import RunVerdict
@@ -33,7 +35,7 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     page = Page(
         "recording",
         verdict,
-        f"{recording.folder.absolute().name}: {type(model).__name__}, {_size(model)}, {len(steps)} of {run.steps} steps judged",
+        f"{type(model).__name__}, {_size(model)}, {len(steps)} of {run.steps} steps judged",
         lead,
         [line.strip() for line in said],
         _found_out(recording, model),
@@ -70,6 +72,9 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
             about = recording.steps[step.step - 1].values()
             placed = {row.name: _places(about, row.name) for row in rows_of(step)}
             page.add(view, step.step, rows_of(step), placed)
+    if page.views:
+        page.views[0].contract = _settings(recording.steps[0][0])
+    page.losses = _losses(steps)
     write_page(page, recording.folder)
 
 
@@ -117,8 +122,32 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ),
         ("judged", f"{origin.now()} by {origin.command()}"),
         ("Lockstep", origin.commit()),
-        ("processor of the judge", ", ".join((origin.cpu(), *origin.instruction_sets()))),
+        ("processor of the judge", origin.machine(origin.about())),
     ]
+
+
+def _settings(first: Step) -> dict[str, Any]:
+    """What the optimizers of a rank were told, by group of parameters, and by what it clipped."""
+    found: dict[str, Any] = {
+        f"{one.kind.replace(':', '.')}, group {number}": {
+            key: value for key, value in group.items() if key != "params"
+        }
+        for one in first.optimizers
+        for number, group in enumerate(one.groups)
+    }
+    return found | {"clipped to": [clip.max_norm for clip in first.clips]}
+
+
+def _losses(steps: list[StepVerdict]) -> Losses | None:
+    """Of each step, the mean of the micro batches' losses; None where the model returned none, or a loop made its own."""
+    known = [one for one in steps if one.losses]
+    if not known:
+        return None
+    own, right, tolerated = zip(*([*map(fmean, zip(*one.losses, strict=True))] for one in known), strict=True)
+    numbers = [one.step for one in known]
+    return Losses(
+        ["reference", "run"], ["reference", "run"], numbers, [[*right], [*own]], [], [*map(short, tolerated)]
+    )
 
 
 def _size(model: torch.nn.Module) -> str:

@@ -74,7 +74,7 @@ function pictureOf(name, state, row) {
   return [
     el("section", {}, el("h3", {}, row.borrowed ? "Where the error lies, computed from the batch" : "Where the error lies"),
       row.far ? el("p", { class: "where" }, placeText(state.view, name, row)) : null,
-      drawPicture(state.view, name, row)),
+      drawPicture(state, name, row)),
   ];
 }
 

@@ -186,6 +186,7 @@ class Free:
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
                 allowed = (tolerated + rounded) * abs(exact.loss)
+                self.verdict.losses.append((loss, exact.loss, allowed))
                 if self.verdict.number(name, loss, exact.loss, allowed).too_far:
                     self.verdict.wrong.append(
                         Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")

@@ -287,7 +287,18 @@ class Ranks:
     def judge_skipped(self) -> None:
         """A loop may skip a step, but hardly one before each."""
         skipped = [steps[0].skipped for steps in self.recording.steps]
-        windows = [one.skipped for one in self.ranks.values()]
+        windows, overflowed = (
+            [getattr(one, key) for one in self.ranks.values()] for key in ("skipped", "overflowed")
+        )
+        if len(set(overflowed)) > 1:
+            self.verdict.wrong.insert(
+                0,
+                f"GradScalers skipped {', '.join(map(str, overflowed))} steps on the ranks before this one: each looks at its own gradients alone",
+            )
+        elif any(overflowed):
+            self.verdict.notes.append(
+                f"steps that a GradScaler skipped before this one, as gradients were not finite: {overflowed[0]}"
+            )
         if len(set(windows)) > 1:
             self.verdict.wrong.insert(
                 0,

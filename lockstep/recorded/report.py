@@ -50,15 +50,18 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     if wrong:
         return [*found, f"FAIL: {where}{wrong[0]}"]
     left = dict.fromkeys(said for verdict in steps if verdict.unseen for said in verdict.unseen.split("; "))
-    return [*found, "; ".join([f"PASS: {len(steps)} steps", *left])]
+    means = dict.fromkeys(
+        f"the gradient is that of {verdict.named.weighting.label}{verdict.difference}"
+        for verdict in steps
+        if verdict.named and verdict.difference
+    )
+    return [*found, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *left])]
 
 
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     """Print the verdict, write the reports, return the exit status."""
     said = lines(steps, run)
-    write_text(
-        folder / "report.md", "\n".join([said[-1], "", *said[:-1], "", "report.html has all tensors.", ""])
-    )
+    write_text(folder / "report.md", _in_markdown(said))
     content = {
         "verdict": said[-1].split(":")[0],
         "steps": [
@@ -80,6 +83,13 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
     print(said[-1])
     return int(content["verdict"] == "FAIL")
+
+
+def _in_markdown(said: list[str]) -> str:
+    """The verdict, then a list below the first line of each step."""
+    *found, verdict = said
+    below = [f"- {line.strip()}" if line.startswith("  ") else f"\n{line}\n" for line in found]
+    return "\n".join([verdict, *below, "", "report.html has all tensors.", ""])
 
 
 def _numbers(rows: list[Judgement]) -> dict[str, list[float]]:

@@ -1,6 +1,7 @@
 """Hooks on the modules of a recorded model: the output of each, and the gradient that arrives at it."""
 
 import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,15 @@ Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 def _nothing(_name: str, _tensor: torch.Tensor) -> None:
     return None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """As of files in a shell: *, ?, [...] and {one,other}."""
+    braces = re.search(r"{([^{}]*)}", pattern)
+    if braces is None:
+        return fnmatchcase(name, pattern)
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return any(matches(name, f"{before}{one}{after}") for one in braces[1].split(","))
 
 
 def module_of(name: str) -> str:
@@ -81,7 +91,7 @@ class ModuleHooks:
         self.handles = [
             module.register_forward_hook(Hook(functools.partial(self._see, name)))
             for name, module in modules.items()
-            if fnmatchcase(name, pattern)
+            if matches(name, pattern)
         ]
         self.bare: dict[str, object] = {}  # what modules with other hooks return, before these
         self.changed = set() if changed is None else changed
@@ -89,7 +99,7 @@ class ModuleHooks:
             self.handles += [
                 module.register_forward_hook(Hook(functools.partial(self._see_bare, name)), prepend=True)
                 for name, module in modules.items()
-                if len(module._forward_hooks) > fnmatchcase(name, pattern)
+                if len(module._forward_hooks) > matches(name, pattern)
             ]
 
     def begin(self, number: int) -> None:

@@ -163,8 +163,10 @@ def see_asking() -> Undo:
     return replace(torch.autograd, "grad", grad)
 
 
-def see_skipped_steps(has_stepped: Callable[[], bool], skipped: Callable[[], None]) -> Undo:
-    """`skipped` is called after a step that a GradScaler skips, as gradients are not finite, unless another optimizer had stepped."""
+def see_skipped_steps(
+    has_stepped: Callable[[], bool], skipped: Callable[[torch.optim.Optimizer], None]
+) -> Undo:
+    """`skipped` is called with the optimizer after a step that a GradScaler skips, as gradients are not finite, unless another optimizer had stepped."""
     real = torch.amp.GradScaler.step
 
     def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
@@ -174,7 +176,7 @@ def see_skipped_steps(has_stepped: Callable[[], bool], skipped: Callable[[], Non
             return returned
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         if not others and any(float(one) for one in found):
-            skipped()
+            skipped(optimizer)
         return returned
 
     return replace(torch.amp.GradScaler, "step", step)

@@ -152,6 +152,7 @@ class Step(Strict):
     of_others: Whole = 0  # tensors that the optimizers of other models hold
     other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of those that all ranks may hold
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
+    overflowed: Whole = 0  # those that a GradScaler skipped, as gradients were not finite
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not

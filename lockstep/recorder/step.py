@@ -74,7 +74,8 @@ class Recorded:
         self.stepping: torch.optim.Optimizer | None = None
         self.nested = 0
         self.last_hooks: dict[int, Callable[[], None]] = {}  # by optimizer, while it steps
-        self.skipped = 0  # windows of micro batches before this step
+        self.skipped = 0  # windows of micro batches before this step, clipped and then set to zero
+        self.overflowed = 0  # those that a GradScaler skipped
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
         self.removing: list[Callable[[], None]] = []
@@ -191,6 +192,7 @@ class Recorded:
             "optimizers": self.optimizers,
             "reduced": self.reduced,
             "skipped": self.skipped,
+            "overflowed": self.overflowed,
             "of_others": self.elsewhere,
             "other_replicas": self.other_replicas,
             "orders": self.orders,
@@ -205,7 +207,7 @@ class Recorded:
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
         self.step += 1
-        self.skipped = 0
+        self.skipped = self.overflowed = 0
         self.last_digests = self.kept.digests
         self._begin()
         if self.step > self.steps:

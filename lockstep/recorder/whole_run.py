@@ -31,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
 from lockstep.recorder.hashes import hashes
-from lockstep.recorder.patches import Undo, replace, see_calls
+from lockstep.recorder.patches import Undo, replace, see_calls, see_skipped_steps
 
 STEPS_AT_ONCE = 256
 BATCHES = 8  # of loaders, that are hashed as they are fetched
@@ -142,6 +142,7 @@ class WholeRun:
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
             *(see_calls(kind, "step", self._see_schedule) for kind in _schedules()),
+            see_skipped_steps(lambda: self.stepped, self._see_overflow),
         ]
         self.loaders = loaders or Loaders()
         if loaders is None:
@@ -229,6 +230,14 @@ class WholeRun:
         self.optimizers.add(self.numbers.setdefault(optimizer, len(self.numbers)))
         self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
         self.updating, self.calls_in_update = True, 0
+
+    def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that a GradScaler skips is one of the run, with its samples."""
+        if not self.of_others(optimizer):
+            self.rates = [
+                float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
+            ]
+            self.stepped = self.called
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if self.of_others(optimizer):

@@ -146,7 +146,7 @@ def _require_packages(trackers: Sequence[str]) -> None:
     for name in trackers:
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"--report_to {name}: this Python has no package {name}; pip install -r requirements-trackers.txt, or leave it out"
+                f"--report_to {name}: this Python has no package {name}; pip install -r requirements-{name}.txt, or leave it out"
             )
 
 

@@ -69,7 +69,9 @@ class _Instead(torch.autograd.Function):
 
     @staticmethod
     def forward(_context: Any, tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        return _like(tensor, found)
+        """In the yardstick, a lower dtype of the run's is kept: what follows rounds as it did there."""
+        lower = found.dtype.itemsize < tensor.dtype.itemsize and tensor.dtype is not torch.float64
+        return _like(tensor.to(found.dtype) if lower else tensor, found)
 
     @staticmethod
     def backward(_context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -50,9 +50,7 @@ def about(result: Result) -> dict[str, str]:
         "dataset": f"{alike(lambda dump: dump.run['config']['dataset_name'])} (SHA-256 of the tokens {run['corpus_sha256'][:16]}), tokenizer {run['tokenizer']}",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "Lockstep": f"captured at {alike(lambda dump: dump.run['origin']['commit'])}; compared at {origin.commit()}",
-        "processor": alike(
-            lambda dump: ", ".join((dump.run["origin"]["cpu"], *dump.run["origin"]["instruction_sets"]))
-        ),
+        "processor": alike(lambda dump: origin.machine(dump.run["origin"])),
         "captured": alike(lambda dump: dump.run["origin"]["date"]),
         "compared": f"{origin.now()} by {origin.command()}",
     }

@@ -13,6 +13,7 @@ from lockstep.verdict.scalars import Chosen, Loss, Norm
 
 FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
 VERDICTS = ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")  # the worst first
+INPUTS = ("batch", "forward", "backward")  # kinds of tensors that modules compute from
 Failure = tuple[int, float, str, str]  # (step, position in it, tensor, what is wrong)
 
 
@@ -162,10 +163,28 @@ class Findings:
     def by_themselves(self) -> list[Judgement]:
         """The rows of modules that were computed from the inputs that they had in the run.
 
-        A step with conventions has none: what follows from a tensor in another convention is not what its modules give.
+        A step with conventions has none: what follows from a tensor in another convention is not what its modules give. Nor does what follows
+        from a tensor of which ranks have other copies: the reference has one of them.
         """
+        return [row for row in self._of_modules if not self._had_others(row)]
+
+    @functools.cached_property
+    def after_unlike(self) -> list[Judgement]:
+        """The rows of modules that are too far, but were computed from inputs, or weights, of which ranks have other copies."""
+        return [row for row in self._of_modules if self._had_others(row)]
+
+    @property
+    def _of_modules(self) -> list[Judgement]:
         steps = {step for step, _ in self.excused}
         return [row for row in self.alone.rows if row.step not in steps] if self.alone else []
+
+    def _had_others(self, row: Judgement) -> bool:
+        return row.too_far and any(
+            row.step == step and self.order[step][row.name] > self.order[step][name]
+            if name.partition("/")[0] in INPUTS
+            else row.step > step and name.startswith("parameter/")
+            for step, name, _ in self.differing
+        )
 
     @functools.cached_property
     def choices_by_themselves(self) -> list[Chosen]:

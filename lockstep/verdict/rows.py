@@ -50,6 +50,9 @@ class StepVerdict:
     unseen: str = ""  # what is not judged, of the loss or of an optimizer
     tolerated_weights: float = 0.0
     rows: list[Judgement] = field(default_factory=list)
+    losses: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # of each micro batch and rank: the run's, the reference's, what is tolerated
     alone: list[Judgement] = field(
         default_factory=list
     )  # of modules that were computed from their recorded inputs

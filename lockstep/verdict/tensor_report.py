@@ -71,16 +71,13 @@ def _tables(result: Result) -> dict[str, Sequence[Line]]:
         "Bit-identical tensors": tables.identical(result),
         "Replicas": tables.replicas(result),
     }
-    return {title: _first(lines) for title, lines in found.items() if len(lines) > 1}
+    return {title: _first(lines, title) for title, lines in found.items() if len(lines) > 1}
 
 
-def _first(lines: Sequence[Line]) -> Sequence[Line]:
+def _first(lines: Sequence[Line], title: str) -> Sequence[Line]:
     more = len(lines) - SHORT
-    return (
-        [*lines[:SHORT], f"... {more} more; report.html of --output_dir has all tensors"]
-        if more > 3
-        else lines
-    )
+    where = "; report.html of --output_dir has all tensors" if title == "Wrong tensors" else ""
+    return [*lines[:SHORT], f"... {more} more{where}"] if more > 3 else lines
 
 
 def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
@@ -193,11 +190,18 @@ def by_themselves(result: Result) -> list[str]:
 def by_itself(run: Findings) -> str:
     rows = run.by_themselves
     wrong = sentences(rows, run.choices_by_themselves)
+    unlike = len(run.after_unlike)
+    after = (
+        f"{unlike} more are too far, but come after tensors of which ranks have other copies"
+        if unlike
+        else ""
+    )
     if wrong:
-        return "; ".join(wrong)
+        return "; ".join([*wrong, *filter(None, [after])])
     if rows:
         nearest = max(rows, key=lambda row: row.multiple)
-        return f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+        said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+        return f"{said}; {after}" if after else said
     if run.alone is None:
         return f"not judged; {REMEDY}"
     return "not judged, since tensors are missing or in another convention"

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from edited import overwrite
-from page_cases import HOSTILE, comparison, payload
+from page_cases import HOSTILE, comparison, payload, row
 from page_size import large
 from ranks import run_groups
 
@@ -18,7 +18,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.ground import files
 from lockstep.page import recording as page_recording
 from lockstep.page import writing
-from lockstep.page.payload import Page, short
+from lockstep.page.payload import PICTURES, Page, short
 from lockstep.page.recording import _when
 from lockstep.plan.config import tokens_per_step
 from lockstep.recorded.run import RunVerdict
@@ -159,7 +159,7 @@ def test_a_recording_has_both_ways(recordings):
         assert boxes == [[[[start, 0], [32, 128]]] for start in (0, 32)]
     found_out = dict(content["found_out"])
     assert found_out["optimizer"] == "torch.optim.adamw.AdamW"
-    assert content["title"].startswith("run: Qwen2ForCausalLM, 107,072 parameters")
+    assert content["title"].startswith("Qwen2ForCausalLM, 107,072 parameters")
     assert "Qwen2ForCausalLM" in found_out["model"] and "transformers " in found_out["versions"]
     assert content["command"].startswith("python ") and content["command"] == found_out["command of the run"]
     made = {"script", "mesh", "precision", "device", "seed"}
@@ -390,3 +390,12 @@ def test_fifty_thousand_tensors_are_less_than_five_megabytes():
     assert sum(count for alone, count in counts if not alone) == 50_000
     assert sum(count for alone, count in counts if alone) > 20_000
     assert len(writing.html(page).encode()) < 5_000_000
+
+
+def test_a_page_has_a_limit_of_pictures():
+    """However many steps are wrong. Those of the first are kept."""
+    page = large(wrong=True)
+    rows = [row(3, f"gradient/{number}", wrong=True) for number in range(100)]
+    page.add(page.views[0], 3, rows, {})
+    assert [len(table.pictures) for table in page.tables if table.step == 3] == [0]
+    assert sum(len(table.pictures) for table in page.tables) == PICTURES

@@ -5,6 +5,7 @@ Needs `pip install -r requirements-page.txt` and Chromium, such as Debian's; els
 
 import itertools
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -418,7 +419,7 @@ def test_shards_of_positions(opened):
     page.tab.focus("canvas.picture")
     for _ in range(4):
         page.tab.keyboard.press("ArrowRight")
-    assert page.text(".at").startswith("head 2 of 4, [0, 0] to [0, 0], column 4: largest error 0")
+    assert page.text(".at").startswith("head 2 of 4, sample 0, position 0, column 4: largest error 0")
 
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -542,7 +543,7 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
     [
         (
             "fail",
-            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: it is 1.8711 times the reference's.",
+            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1, and rank 3 has another copy of it: it is 1.8711 times the reference's.",
         ),
         (
             "hidden",
@@ -817,6 +818,9 @@ def test_what_comes_from_a_file_stays_text(opened):
     assert page.tab.evaluate("window.broken") is None and page.said == []
 
 
+PRINTED = re.compile(rb"/Type\s*/Page\b")  # of a PDF
+
+
 def issue_of(page):
     """The text of "Copy as issue", whose dialog stays open."""
     page.tab.click("#issue")
@@ -826,9 +830,10 @@ def issue_of(page):
 def test_copy_as_issue(opened):
     page = opened("fail")
     text = issue_of(page)
+    assert violations(page) == []
     assert len(text.split("\n")[0]) < 160
     for wanted in (
-        "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on ranks 1, 3 in step 1: shard (tiny-qwen2 in fp32)\n",
+        "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1, and rank 3 has another copy of it: shard (tiny-qwen2 in fp32)\n",
         "**FAIL**: tiny-qwen2 in fp32",
         "The attached report.html has the map",
         "\n- cause: shard: see ",
@@ -953,6 +958,33 @@ def test_a_report_is_laid_over_another(opened, files):
     assert f"First wrong tensor: was none, is {WRONG} in step 1, FSDP: shard." in said
     assert page.text("#over tbody tr:first-child code") == "gradient/model.layers.1.mlp.down_proj.weight"
     assert "versions: was torch 2.12.0, is torch 2.13.0" in said
+    assert "Contract of" not in said and "alone" not in said and "Losses of" not in said
+    assert violations(page) == []
+
+
+def test_what_only_one_report_has_is_said(opened, tmp_path):
+    """A run, a step, an entry of a contract, a loss; and what is said run by run stays whole."""
+    other = comparison("PASS")
+    mesh = "DDP (TP=1, DP=2): batch_size 2"
+    other.found_out.append(("mesh", mesh))
+    other.views[0].label = "ZeRO"
+    other.views[1].contract["eps"] = 1e-6
+    other.losses.loss[1] = [3.0, 2.5, 1.0]
+    other.tables = [one for one in other.tables if one.view == 0 or one.step == 1]
+    (tmp_path / "other.html").write_text(html(other), encoding="utf-8")
+    page = opened("fail")
+    page.tab.set_input_files("#other", tmp_path / "other.html")
+    page.tab.wait_for_selector("#over table")
+    said = page.text("#over").split("\n")
+    for wanted in (
+        "ZeRO is in the other report alone.",
+        "DDP is in this report alone.",
+        "FSDP: step 2 in one report alone.",
+        "Contract of FSDP: eps: was 0.000001, is 1e-8",
+        "Losses of FSDP: up to 5.00e-1 apart, in step 2.",
+        f"mesh: was {mesh}, is not said",
+    ):
+        assert wanted in said, (wanted, said)
 
 
 def test_a_report_of_other_tensors_is_laid_over(opened, files):
@@ -1019,6 +1051,48 @@ def test_print_has_the_verdict_and_how_it_was_found_out(opened):
     page.tab.focus("#how summary")
     page.tab.keyboard.press("Enter")
     assert shown() == [True, True, True] and "side by side under Contracts" in page.text("#how")
+
+
+def test_print_is_one_page(opened):
+    """Negative control: with the map, it is more."""
+    page = opened("fail").tab
+    assert len(PRINTED.findall(page.pdf())) == 1
+    page.add_style_tag(content="@media print { main:has(#model) { display: block !important } }")
+    assert len(PRINTED.findall(page.pdf())) > 1
+
+
+def test_a_listing_is_printed(opened, tmp_path):
+    write_listing(tmp_path / "report.html", "Faults", ["3 of 3"], ["fault"], [(["a"], "")], "FAIL")
+    page = opened(tmp_path / "report.html", ready="#listing").tab
+    page.emulate_media(media="print")
+    assert page.is_visible("#listing") and not page.is_visible("#filter")
+
+
+def test_steps_are_chosen_by_keyboard(opened):
+    page = opened("fail").tab
+    shown = "[...document.querySelectorAll('.plot')].map((box) => [box.chart.scales.x.min, box.chart.scales.x.max])"
+    assert page.evaluate(shown) == [[1, 3]] * 3
+    page.fill("#steps-shown input >> nth=0", "2")
+    page.keyboard.press("Enter")
+    assert page.evaluate(shown) == [[2, 3]] * 3
+    page.fill("#steps-shown input >> nth=0", "4")  # behind the last one
+    page.keyboard.press("Enter")
+    assert page.evaluate(shown) == [[2, 3]] * 3
+
+
+def test_tab_leads_to_the_open_failure(opened):
+    page = opened("fail").tab
+    stop = page.locator('[aria-label="Gradients of weights"] .cell[tabindex="0"]')
+    assert stop.count() == 1 and "open" in stop.get_attribute("class")
+
+
+def test_what_follows_from_copies_that_differ_is_not_called_wrong_by_itself(opened):
+    """Modules behind such an output had other inputs than the reference. Negative control: without the output, they are wrong by themselves."""
+    page = opened("fail").tab
+    found = "wrongByThemselves(1, 1).map(([name]) => name)"
+    assert page.evaluate(found) == [WRONG, HIDDEN, HEADED, HEADLESS]
+    unlike = 'page.views[1].differing.unshift([1, "forward/model.norm", [3]])'
+    assert page.evaluate(f"{unlike}, {found}") == ["forward/model.norm"]
 
 
 def test_the_large_page_has_all_tensors(opened, files):

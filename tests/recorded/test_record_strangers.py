@@ -55,7 +55,7 @@ RIGHT = {
     "ReducedInBfloat16": NOT_SEEN,
     "DrawnElsewhere": NOT_JUDGED,
     "KeepsNone": "",
-    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn"), NOT_JUDGED),
+    **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn", "Overflows"), NOT_JUDGED),
     **dict.fromkeys(
         ("ReducesItself", "OneLeftOut"),
         f"{NOT_JUDGED}; the update of Descent is not judged: ValueError: Default process group has not been initialized, "
@@ -170,6 +170,7 @@ WRONG = {
     "DrawnOnOneRank": "step 1: forward/layers.0 (micro batch ",
     "KeepsKeys": "step 1: the model keeps keys and values, and then computes otherwise, as transformers does not look for documents",
     "Late": "step 2: the gradient is 1 times that of step 1, and has nothing of its own micro batches: it comes one step late",
+    "OverflowsOnOneRank": "step 1: GradScalers skipped 0, 1 steps on the ranks before this one: each looks at its own gradients alone",
     "SkippedOnOneRank": "step 1: ranks skipped 0, 1 steps before this one: each sets gradients to zero, after clipping, for itself",
     "ScaledOnOneRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
     "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
@@ -292,6 +293,14 @@ def test_buffers_that_the_loop_changes_are_named(judged):
     note = "note: the forward pass changes 1."
     assert any(note in line for line in said(judged / "StatisticsReset")[1])
     assert not any(note in line for line in said(judged / "Normalised")[1])
+
+
+def test_steps_that_a_scaler_skips_are_named(judged):
+    """Each is a step of the run. Negative control: none is skipped."""
+    note = "note: steps that a GradScaler skipped before this one, as gradients were not finite: 1"
+    lines = said(judged / "Overflows")[1]
+    assert sum(note in line for line in lines) == 1 and "whole run: 3 steps, 72 samples" in lines
+    assert not any("skipped" in line for line in said(judged / "ScaledOwn")[1])
 
 
 def test_a_hook_on_a_weight_is_named(judged):

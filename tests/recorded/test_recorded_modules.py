@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from lockstep import judge, record
 from lockstep.ground.blocks import blocks
@@ -193,6 +194,30 @@ def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast)
     if autocast and (after in (SLIGHTLY, NORM) or before == SAMPLE):
         assert not any(row.too_far for row in verdict.rows)
         assert any("times what a factor may be off by)" in sentence for sentence in verdict.wrong)
+
+
+@pytest.mark.parametrize("dropped", ["first", "second"])
+def test_a_dropped_residual_in_autocast(tmp_path, monkeypatch, capsys, dropped):
+    """The layer's output is then bfloat16, and what follows computes in that, as it should."""
+    whole = Qwen2DecoderLayer.forward
+
+    def forward(layer, hidden_states, **options):
+        if layer.self_attn.layer_idx != 2:
+            return whole(layer, hidden_states, **options)
+        attended, _ = layer.self_attn(layer.input_layernorm(hidden_states), **options)
+        if dropped != "first":
+            attended = attended + hidden_states
+        returned = layer.mlp(layer.post_attention_layernorm(attended))
+        return returned if dropped == "second" else returned + attended
+
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(DENSE.format(before="", after="", autocast=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(Qwen2DecoderLayer, "forward", forward)
+        assert record.main(["--output", str(output), "--steps", "1", str(script)]) == 0
+    verdict = step.judge(Recording(output), 1)
+    found = {row.name for row in verdict.alone if row.too_far and row.name.startswith("forward/")}
+    assert found and all("layers.2" in name for name in found), found
 
 
 OWN = """

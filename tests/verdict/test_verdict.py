@@ -10,6 +10,7 @@ import torch
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
 from lockstep.plan.config import BETAS
+from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Size, clip_factors
 from lockstep.verdict.judgement import (
     EXACT,
@@ -26,6 +27,7 @@ from lockstep.verdict.judgement import (
 )
 from lockstep.verdict.result import Findings, Result
 from lockstep.verdict.scalars import Loss, Norm, float32_norm_error
+from lockstep.verdict.tensor_report import by_itself
 
 F32 = ROUNDOFF["F32"]
 INF = math.inf
@@ -130,6 +132,20 @@ def findings(name, rows, losses=(), differ=(), baseline="ddp"):
 
 def result(*runs, baseline="ddp", has_reference=False):
     return Result({run.name: run for run in runs}, baseline, [], has_reference)
+
+
+def test_a_module_whose_inputs_differ_between_ranks_is_not_called_wrong_by_itself():
+    """Which copy it had is not known. What comes before, and the output that differs itself, is. Negative control: no copies differ."""
+    names = ["forward/a", "forward/b", "forward/c"]
+    rows = [row(0.1, name=name) for name in names]
+    far = [row(9.0, name=name) for name in names]
+    assert all(one.too_far for one in far)
+    for differ, named in (([], names), (["forward/b"], names[:2]), (["gradient/b"], names)):
+        run = findings("fsdp", [*rows, row(0.1, name="gradient/b")], differ=differ)
+        run.alone = Alone(dump="0" * 64, rows=far, choices=[])
+        assert [one.name for one in run.by_themselves] == named
+        assert len(run.after_unlike) == 3 - len(named)
+        assert ("come after tensors" in by_itself(run)) == (len(named) < 3)
 
 
 def outcome(*arguments, **options):
