@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         default=EVERY_MODULE,
         help="the modules whose outputs are recorded, such as 'model.layers.{0,13}.*'; '' for none (default: '%(default)s', all)",
     )
+    # What some launchers give to the program that they start, which is not the script here
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -61,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
                 f"--output {options.output}: the script is in this folder, and the judge runs no code of a recording's folder; name another one"
             )
         require_writable_folder(output, "--output")
-        return _run(options.script, options.arguments, Finding(output, options.steps, options.modules))
+        of_launcher = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
+        arguments = [*of_launcher, *options.arguments]
+        return _run(options.script, arguments, Finding(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lockstep.ground.errors import UserError
 
@@ -15,10 +15,22 @@ PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_paralle
 
 def require_recordable(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise UserError(
-                f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
-            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise _of_fsdp1(name)
+
+
+def require_not_fsdp1(model: torch.nn.Module, given: tuple) -> None:
+    """`given` are the arguments of an FSDP1 that is made: itself, and a module."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [names[id(one)] for one in given[1:2] if id(one) in names]
+    if found:
+        raise _of_fsdp1(found[0])
+
+
+def _of_fsdp1(name: str) -> UserError:
+    return UserError(
+        f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
+    )
 
 
 def require_no_pipeline() -> None:

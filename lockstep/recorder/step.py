@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
-from lockstep.recorder import parallelism, tree, wrapped
+from lockstep.recorder import parallelism, patches, tree, wrapped
 from lockstep.recorder.kept import Kept, copied
-from lockstep.recorder.module_hooks import ModuleHooks
+from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.plain_shards import PlainShards
 from lockstep.recorder.recorded_step import FORMAT
 from lockstep.recorder.state import state_of
@@ -57,6 +58,11 @@ class Recorded:
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):
         self.model, self.folder, self.steps, self.modules = wrapped.inner(model), folder, steps, modules
         parallelism.require_recordable(self.model)
+        names = [wrapped.clean(name) for name, _ in self.model.named_modules() if name]
+        if modules and names and not any(matches(name, modules) for name in names):
+            raise UserError(
+                f"--modules {modules!r}: no module of {type(self.model).__name__} has such a name; they are called {names[0]}, {names[-1]} and so on"
+            )
         self.tree, self.tensors = tree.describe(self.model)
         self.surroundings: tree.TREE = {}
         self.plain_shards = PlainShards(self.model)
@@ -78,7 +84,13 @@ class Recorded:
         self.overflowed = 0  # those that a GradScaler skipped
         self._begin()
         self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
-        self.removing: list[Callable[[], None]] = []
+        self.removing: list[Callable[[], None]] = [
+            patches.see_calls(
+                FullyShardedDataParallel,
+                "__init__",
+                lambda *given: parallelism.require_not_fsdp1(self.model, given),
+            )
+        ]
         self.always: list[Callable[[], None]] = []  # removed at the end of the run
 
     @property
