@@ -40,6 +40,7 @@ SIZES = {
 class Options:
     kind: str = "text"  # text, classes: a sequence classifier, experts: a mixture
     own_loss: bool = False
+    own_compute_loss: bool = False
     tp: int = 1  # tensor parallelism of transformers
     ep: int = 1  # expert parallelism of transformers
     lora: bool = False  # of peft
@@ -92,6 +93,16 @@ def mean_over_tokens(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
 
 
+class MeanOverTokens(Trainer):
+    """A trainer of one's own, whose compute_loss is another one."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        # Gradients are averaged over the ranks, and the number of tokens is that of all.
+        loss = mean_over_tokens(outputs, inputs["labels"], num_items_in_batch) * self.args.world_size
+        return (loss, outputs) if return_outputs else loss
+
+
 def use_fsdp_on_cpus(trainer: Trainer) -> None:
     """Accelerate leaves FSDP out on CPUs without a word, and trains with DDP."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
@@ -125,7 +136,7 @@ def main() -> None:
             from peft import LoraConfig, get_peft_model
 
             net = get_peft_model(net, LoraConfig(target_modules=["q_proj", "v_proj"]))
-        trainer = Trainer(
+        trainer = (MeanOverTokens if options.own_compute_loss else Trainer)(
             model=net,
             args=arguments,
             train_dataset=Samples(options.kind == "classes"),

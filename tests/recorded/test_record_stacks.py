@@ -80,11 +80,28 @@ RIGHT = {
     ),
     "trainer own loss": (2, "trainer.py", "--gradient_accumulation_steps 2 --own_loss", TOKENS),
     "trainer classes": (2, "trainer.py", "--kind classes --average_tokens_across_devices False", TOKENS),
-    "trainer saved": (2, "trainer.py", "--output_dir FOLDER --save_strategy steps --save_steps 2", TOKENS),
+    "trainer compute_loss": (
+        2,
+        "trainer.py",
+        "--gradient_accumulation_steps 2 --own_compute_loss",
+        TOKENS,
+    ),
+    "trainer saved": (
+        2,
+        "trainer.py",
+        "--output_dir FOLDER --save_strategy steps --save_steps 2 --max_steps 2",
+        TOKENS,
+    ),
     "trainer resumed": (
         2,
         "trainer.py",
         "--resume_from_checkpoint FOLDER/checkpoint-2 --max_steps 5",
+        TOKENS,
+    ),
+    "trainer resumed anew": (
+        2,
+        "trainer.py",
+        "--resume_from_checkpoint FOLDER/checkpoint-2 --max_steps 5 --ignore_data_skip True",
         TOKENS,
     ),
     "trainer tp": (2, "trainer.py", f"--tp 2 {CLIPPED}", f"{TOKENS}, clipped"),
@@ -417,6 +434,14 @@ def test_a_stack_with_a_bug_fails(runs, name, capsys):
     assert judge.main([str(runs / name / "run")]) == 1
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("FAIL: step 1: ") and WRONG[name][3] in said, said
+
+
+@pytest.mark.parametrize("name, status", [("trainer resumed", 0), ("trainer resumed anew", 1)])
+def test_the_order_continues_after_a_resume(runs, capsys, name, status):
+    """A run that does not skip what the first one saw begins the epoch again; by itself it is right."""
+    assert judge.main([str(runs / name / "run"), "--after", str(runs / "trainer saved" / "run")]) == status
+    again = "samples were seen again before others were seen for the first time"
+    assert (again in capsys.readouterr().out) == bool(status)
 
 
 def test_a_process_group_that_is_destroyed_before_the_last_step_is_written(runs):
