@@ -10,7 +10,7 @@ from recorded_loops import EXAMPLE, SIZE, Samples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -853,16 +853,20 @@ class Mesh(MicroMeans):
     def wrap(self, net):
         self.mesh = init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("dp", "tp"))
         self.share, self.shares = self.mesh["dp"].get_local_rank(), 2
+        self.shard(net, self.mesh["tp"])
+        for layer in net.model.layers:
+            self.cut(layer, self.mesh["dp"])
+        self.cut(net, self.mesh["dp"])
+        return net
+
+    def shard(self, net, mesh):
         for layer in net.model.layers:
             plan = {
                 "mlp.gate_proj": ColwiseParallel(),
                 "mlp.up_proj": ColwiseParallel(),
                 "mlp.down_proj": RowwiseParallel(),
             }
-            parallelize_module(layer, self.mesh["tp"], plan)
-            self.cut(layer, self.mesh["dp"])
-        self.cut(net, self.mesh["dp"])
-        return net
+            parallelize_module(layer, mesh, plan)
 
     def cut(self, module, mesh):
         fully_shard(module, mesh=mesh)
@@ -884,6 +888,24 @@ class Mesh(MicroMeans):
 class MeshTimesTp(Mesh):
     def backward(self, loss):
         (loss * 2).backward()
+
+
+class MeshBalance(Mesh):
+    """A mixture whose head is cut."""
+
+    times = 1
+    model = Mixture.model
+
+    def shard(self, net, mesh):
+        parallelize_module(net, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+
+    def loss(self, given, tokens):
+        output = self.wrapped(**given, use_cache=False)
+        return (output.loss + (self.times - 1) * 0.01 * output.aux_loss) / self.micro
+
+
+class MeshBalanceTimesTp(MeshBalance):
+    times = 2
 
 
 class MeshOtherBatches(Mesh):

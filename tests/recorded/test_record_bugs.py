@@ -493,6 +493,12 @@ BUGS = {
         2.0,
         "huggingface/transformers/39648",
     ),
+    "MeshBalanceTimesTp": (
+        f"step 1: aux_loss, a term of the loss, counts 2 times as often as the rest, which is {GROUPS}",
+        NAMED,
+        1.0,
+        "NVIDIA/Megatron-LM/5047",
+    ),
     "MeshDividedByWorld": (
         f"step 1: the gradient is 0.5 times {MEANS}, which is 1 / the number of data-parallel ranks or 1 / the ranks that see the same samples{LATER}",
         NAMED,
@@ -596,7 +602,7 @@ VARIANTS = [
         "LastWindowRight",
         "Mixture",
     ),
-    *("Scheduled", "Epochs", "Mesh", "Hybrid", "AllBfloat16"),
+    *("Scheduled", "Epochs", "Mesh", "MeshBalance", "Hybrid", "AllBfloat16"),
 ]
 # Wrong, and a PASS: docs/record.md says so.
 UNSEEN = [
