@@ -67,7 +67,7 @@ def comparison(verdict):
     page = Page(
         "verification",
         verdict,
-        "tiny-qwen2 in fp32, tensor by tensor",
+        "tiny-qwen2 in fp32",
         "Every tensor was held against a float64 reference.",
         ["a note"],
         [("versions", versions), ("compared", "2026-01-01 by python -m lockstep.compare")],

@@ -13,7 +13,8 @@ function issueText() {
     lines.push(`### First wrong ${name.includes("/") ? "tensor" : "value"}: ${labelOf(number)}`, "", `\`${name}\` in step ${step}: ${what}`, "", ...numbers, ...issueCauses(page.views[number]));
     const kinds = page.kind === "recording" ? kindsOf(tableOf(number, step), numberOf.get(name)).map(([title, kinds]) => [title.toLowerCase(), [kinds]]) : [];
     const { excluded } = page.views[number];
-    for (const [title, of] of [["observed", newlyObserved(page.views[number], where, ranks)], ["ruled out", excluded.length ? [excluded.join("; ")] : []], ...kinds]) {
+    const again = stepsAfter(number, step, numberOf.get(name));
+    for (const [title, of] of [["again", again ? [again] : []], ["observed", newlyObserved(page.views[number], where, ranks)], ["ruled out", excluded.length ? [excluded.join("; ")] : []], ...kinds]) {
       lines.push(...of.map((one) => `- ${title}: ${one}`));
     }
     lines.push("");
@@ -23,7 +24,7 @@ function issueText() {
   if (wrong.length) lines.push("### Also wrong in this step", "", "Of modules from the inputs that they had, of what an optimizer made of the run's own gradients, and copies that differ between ranks:", "", "| run | tensor | what is wrong |", "|---|---|---|", ...wrong, "");
   const notes = untilWrong(failed).filter((one, place, all) => isNew(one, failed) && all.indexOf(one) === place);
   if (notes.length) lines.push("### Notes", "", ...notes.map((one) => `- ${one}`), "");
-  lines.push("### How this was found out", "", "Lockstep held each tensor of the run against a float64 reference, which one process computed from the same weights and batches. The attached report.html has the map, the pictures and all numbers.", "");
+  lines.push("### How this was found out", "", "Lockstep held each tensor of the run against a float64 reference, which one process computed from the same weights and batches. The page report.html, which belongs to this, has the map, the pictures and all numbers.", "");
   lines.push(...page.found_out.filter(([, value]) => value !== page.command).map(([name, value]) => `- ${name}: ${value}`), "");
   return lines.join("\n");
 }

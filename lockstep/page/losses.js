@@ -44,8 +44,8 @@ function showLosses(parent, state) {
     const apart = losses.loss.map((run) => run.map((value, step) => (value === null || losses.loss[0][step] === null ? null : Math.abs(value - losses.loss[0][step]))));
     const bounds = [
       { label: "noise floor (control run)", values: losses.control, width: 1, stroke: line, fill: line },
-      { label: "noise floor (derived)", values: losses.floor === null ? [] : losses.steps.map(() => losses.floor), width: 1, stroke: text, dash: [8, 3, 2, 3] },
-      { label: "tolerated", values: losses.tolerated, width: 1.6, stroke: style.getPropertyValue("--bad").trim(), dash: [6, 4] },
+      { label: "noise floor (derived)", values: losses.floor === null ? [] : losses.steps.map(() => losses.floor), width: 1, stroke: style.getPropertyValue("--quiet").trim(), dash: [2, 4] },
+      { label: "tolerated", values: losses.tolerated, width: 2, stroke: text, dash: [6, 4] },
     ].filter(({ values }) => values.length);
     plots.replaceChildren(
       plot("Loss", losses.steps, runs(losses.loss)),

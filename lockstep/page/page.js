@@ -48,8 +48,8 @@ function headline(number) {
     return [`${run}copies of ${inWords(name)}${alike ? ` and of ${alike} more` : ""} differ between ranks in step ${step}`, apartText(odd)];
   }
   const on = row === null ? "" : onText(number, [...wrongRanks({ view: number, step, tensor }, row, heldOf(number, tensor), odd)], row);
-  const copies = odd.size ? `, and ${listed([...odd.keys()])} ${odd.size === 1 ? "has another copy" : "have other copies"} of it` : "";
-  return [`${run}${inWords(name)} is wrong${on} in step ${step}${copies}`, oneNumber(what, row)];
+  const copies = odd.size ? `; ${listed([...odd.keys()])} ${odd.size === 1 ? "has" : "have"} other values of it, which were not compared` : "";
+  return [`${run}${inWords(name)} is wrong${on} in step ${step}`, oneNumber(what, row) + copies];
 }
 
 /** The same as a sentence. */
@@ -92,6 +92,8 @@ function sayWhere(section, view) {
   if (row === null) return;
   const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
+  const again = stepsAfter(view, step, number);
+  if (again) list.append(pair("Again", again));
   list.querySelector(".size").after(...(ranks ? [pair("Ranks", ranks)] : []), ...(where ? [pair("Where", where)] : []));
   const observed = newlyObserved(page.views[view], where, ranks);
   list.querySelectorAll("[data-title=Observed] dd").forEach((one) => observed.includes(one.textContent) || one.remove());
@@ -99,7 +101,13 @@ function sayWhere(section, view) {
   if (page.kind === "recording") {
     for (const [title, said] of kindsOf(tableOf(view, step), number)) list.append(pair(title, said));
   }
-  section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, "See this tensor below"));
+  section.append(el("button", { type: "button", onclick: () => goTo(view, step, number) }, name.includes("/") ? "See this tensor below" : "See it below"));
+}
+
+/** "in steps 2, 3": the later steps in which a tensor is too far, too; "" if there are none. */
+function stepsAfter(view, step, number) {
+  const later = [...new Set(tablesOfRun(view).filter((table) => table.step > step && table.row(number)?.far).map((table) => table.step))];
+  return later.length ? `in ${plural("step", later.length)} ${later.join(", ")}` : "";
 }
 
 /** Beside the map, the panel ends where the map does, and stays as high as what of that is on the screen: its name is not pushed out above it. */
@@ -177,7 +185,7 @@ function tableText(table, way) {
   if (table === null) return `${parts}: nothing was judged.`;
   const judged = table.names.length - table.small.length - table.excused.length;
   const odd = copiesOf(table).size;
-  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far${odd ? `; copies of ${odd} of them differ between ranks` : ""}.`;
+  return `${parts}: ${table.far.length} of ${judged.toLocaleString("en")} ${plural("tensor", judged)} ${table.far.length === 1 ? "is" : "are"} too far${odd ? `; copies of ${odd} of them differ between ranks` : ""}${table.unlike ? `; ${table.unlike} more are not judged, as they come after tensors of which ranks have other copies` : ""}.`;
 }
 
 /** The numbers of a tensor that the pointer or the focus is on. */
@@ -233,7 +241,7 @@ function buildTools() {
   const input = el("input", { type: "file", accept: ".html,text/html", hidden: true, id: "other", "aria-label": "Another report.html", onchange: () => input.files.length && layOver(over, input.files[0]) });
   document.getElementById("tools").append(
     el("button", { type: "button", id: "issue", onclick: () => openIssue() }, "Copy as issue"),
-    el("button", { type: "button", onclick: () => input.click() }, "Compare with another report"), input,
+    el("button", { type: "button", onclick: () => input.click() }, "Compare with another report …"), input,
     el("button", { type: "button", onclick: () => print() }, "Print"));
 }
 

@@ -13,7 +13,7 @@ from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.picture import Picture
 
-FORMAT = 8
+FORMAT = 9
 SAID = 500  # sentences of a table
 PICTURES = 960  # of a page: at most 4 MB
 # Of a table, as in `Page.add`, with the digits that are shown
@@ -80,6 +80,7 @@ class Table:
     small: list[list[int]]
     excused: list[list[int]]
     alone: bool  # of modules by themselves in a comparison: it has shares, and what is wrong in words
+    unlike: int = 0  # further tensors, which come after others of which ranks have other copies
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
     ranks: dict[int, dict[int, float | None]] = field(
@@ -135,8 +136,12 @@ class Page:
         excused: Iterable[str] = (),
         *,
         alone: bool = False,
+        unlike: int = 0,
     ) -> None:
-        """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known."""
+        """Adds the rows of a view in one step. `placed` says where tensors lie on the ranks, as far as that is known.
+
+        `unlike` are further tensors, which are not judged since they come after others of which ranks have other copies.
+        """
         if view not in self.views:
             self.views.append(view)
         named, known = [self.names.setdefault(row.name, len(self.names)) for row in rows], set(excused)
@@ -159,6 +164,7 @@ class Page:
             _places(not row.judged and not row.too_far for row in rows),
             _places(row.name in known for row in rows),
             alone,
+            unlike,
         )
         room = PICTURES - sum(len(one.pictures) for one in self.tables)
         for place, (number, row) in enumerate(zip(named, rows, strict=True)):

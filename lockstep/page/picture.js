@@ -27,7 +27,7 @@ function placeText(view, name, row) {
   if (hidden) return `The factor is in ${said.length ? place : "all of it"}. No element is too far off alone; only together do they show the factor.`;
   const off = row.batch ? `${picture.wrong === 1 ? "is" : "are"} not equal` : `${picture.wrong === 1 ? "is" : "are"} too far off`;
   const everywhere = picture.wrong === all ? "" : ", in every part of the tensor";
-  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}${said.length ? `: ${place}` : everywhere}.`;
+  return `${picture.wrong.toLocaleString("en")} of ${all.toLocaleString("en")} elements ${off}${said.length ? `: ${place}, counted from 0` : everywhere}.`;
 }
 
 /** On which ranks a tensor is wrong, as far as that is known; "" if it is not. */
@@ -295,7 +295,7 @@ function drawPicture({ view, step }, name, row) {
   paint();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
   const lowest = picture.largest * 10 ** -DECADES;
-  const scale = el("p", { class: "scale" }, "0, ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|, on a logarithmic scale");
+  const scale = el("p", { class: "scale" }, "up to ", sci(lowest), el("i"), sci(picture.largest), " |run − reference|, on a logarithmic scale");
   const laid = shape.length > 2 ? el("p", { class: "at" }, `${shape.slice(0, -1).join(" × ")} rows of ${columns}: ${names.slice(0, -1).join(", then ")}, one after the other.`) : null;
   const divided = heads ? el("p", { class: "at" }, `${heads.parts.length > 1 ? `${heads.parts.join(", ")}: ` : ""}${heads.count} ${plural(heads.word, heads.count)} of ${heads.size} ${plural(names[heads.dim], 2)}, divided by dotted lines.`) : null;
   return el("div", {}, at, canvas, counted ? null : scale, divided, laid);

@@ -32,6 +32,7 @@ function showRanks(parent, state) {
   parent.hidden = !view.ranks.length;
   if (parent.hidden) return;
   const name = state.tensor === null ? null : page.names[state.tensor];
+  const isNumber = name !== null && !name.includes("/");
   const odd = oddOf(state.view, state.step, name);
   const held = state.tensor === null ? [] : heldOf(state.view, state.tensor);
   const shape = shapeOf(held);
@@ -54,7 +55,7 @@ function showRanks(parent, state) {
   grid.style.gridTemplateColumns = `repeat(${Math.min(wide, 8)}, minmax(0, 1fr))`;
   const other = view.differing.filter(([step]) => step === state.step);
   parent.replaceChildren(el("h2", { id: "ranks-title" }, `Ranks of ${page.kind === "verification" ? view.label : "the run"}`),
-    el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : "It is not known what each holds of ", name === null ? null : el("code", {}, name)),
+    el("p", { class: "quiet" }, name === null ? "" : held.length ? "What each holds of " : isNumber ? "" : "It is not known what each holds of ", name === null || (isNumber && !held.length) ? null : el("code", {}, name)),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The mesh" }, grid),
     other.length ? el("p", {}, `In step ${state.step}, the copies of ${other.length} ${plural("tensor", other.length)} differ between ranks. The first is `, el("code", {}, other[0][1]), `, on ${listed(other[0][2])}.`) : el("span"));
 }
@@ -95,7 +96,8 @@ function onRanks(state, row) {
   const lines = (held.length ? held : [{ ranks: page.views[state.view].ranks.map((_, rank) => rank), boxes: [] }]).flatMap(({ ranks, boxes }) => {
     const same = ranks.filter((rank) => !odd.has(rank));
     return [...(same.length ? [{ ranks: same, boxes }] : []), ...ranks.filter((rank) => odd.has(rank)).map((rank) => ({ ranks: [rank], boxes }))];
-  }).sort((one, two) => odd.has(two.ranks[0]) - odd.has(one.ranks[0]));
+  }).sort((one, two) => one.ranks[0] - two.ranks[0]);
+  const wrong = wrongRanks(state, row, held, odd);
   const picture = heldOf(state.view, state.tensor, row?.picture).length ? row?.picture : null;
   const square = ({ ranks, boxes }) => {
     const found = picture && boxes.length && !odd.has(ranks[0]) ? squareIn(picture, boxes) : null;
@@ -111,12 +113,12 @@ function onRanks(state, row) {
     const { count, apart } = odd.get(ranks[0]) ?? {};
     const all = boxes.reduce((sum, [, size]) => sum + size.reduce((one, two) => one * two, 1), 0);
     if (!odd.has(ranks[0])) return odd.size ? "judged here" : "";
-    return count === null ? `differs${all ? `; it has ${all.toLocaleString("en")} elements` : ""}` : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ${apart === null ? "" : `, by a relative ${sci(apart)}`}`;
+    return count === null ? "other values" : `${count.toLocaleString("en")} of ${all.toLocaleString("en")} elements differ${apart === null ? "" : `, by a relative ${sci(apart)}`}`;
   };
   const squares = held.length > 1 && lines.some(square);
   const columns = ["rank", "holds", ...(squares ? ["squared error"] : []), row?.batch ? "equal or not" : "largest error", ...(odd.size ? ["copy"] : [])];
   const body = lines.map((line) => el("tr", { class: odd.has(line.ranks[0]) ? "differs-row" : "" },
-    el("td", {}, line.ranks.join(", ")), el("td", {}, heldText(name, shape, line.boxes)), ...(squares ? [el("td", { class: "number" }, square(line))] : []), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
+    el("td", {}, `${line.ranks.some((rank) => wrong.has(rank)) ? "✕ " : ""}${line.ranks.join(", ")}`), el("td", {}, heldText(name, shape, line.boxes)), ...(squares ? [el("td", { class: "number" }, square(line))] : []), el("td", { class: "number" }, error(line)), ...(odd.size ? [el("td", {}, copy(line))] : [])));
   const table = (lines) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The tensor on the ranks" }, el("table", {},
     el("thead", {}, el("tr", {}, ...columns.map((one) => el("th", { scope: "col", class: one.endsWith("error") ? "number" : "" }, one)))), el("tbody", {}, ...lines)));
   const rest = body.slice(SHOWN);

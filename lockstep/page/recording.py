@@ -35,14 +35,13 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
     page = Page(
         "recording",
         verdict,
-        f"{type(model).__name__}, {_size(model)}, {len(steps)} of {run.steps} steps judged",
+        f"{type(model).__name__}, {_size(model)}, {_numbered(steps)} of {run.steps} judged",
         lead,
         [line.strip() for line in said],
         _found_out(recording, model),
         command=recording.origin.command,
         causes=[(cause, "") for one in wrong_there if (cause := getattr(one, "cause", one))],
-        tolerance=f"One process in the run's own dtypes is the yardstick: the run may be {MULTIPLE} times as far away from the reference as that is. "
-        "An update may be off by a few ulps.",
+        tolerance=f"Tolerated: {MULTIPLE} times the error of one process in the run's own dtypes, and a few unit roundoffs. Of an update: a few ulps.",
     )
     ids = [one for one in recording.batch(1, 0, 0).values() if one.ndim == 2 and not one.is_floating_point()]
     page.tokens = ids[0].shape if ids else ()
@@ -69,8 +68,10 @@ def write(recording: Recording, steps: list[StepVerdict], run: RunVerdict) -> No
         view = View(way, way, verdict, ranks=ranks, differing=differing)
         view.first = first[:3] if first and first[-1] == way else None
         for step in steps:
-            about = recording.steps[step.step - 1].values()
-            placed = {row.name: _places(about, row.name) for row in rows_of(step)}
+            about = recording.steps[step.step - 1]
+            placed = {row.name: _places(about.values(), row.name) for row in rows_of(step)}
+            for name, shards in step.shards.items():
+                placed[name] = [[shards[rank]] if rank in shards else [] for rank in about]
             page.add(view, step.step, rows_of(step), placed)
     if page.views:
         page.views[0].contract = _settings(recording.steps[0][0])
@@ -128,14 +129,13 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
 
 def _settings(first: Step) -> dict[str, Any]:
     """What the optimizers of a rank were told, by group of parameters, and by what it clipped."""
-    found: dict[str, Any] = {
-        f"{one.kind.replace(':', '.')}, group {number}": {
-            key: value for key, value in group.items() if key != "params"
-        }
-        for one in first.optimizers
-        for number, group in enumerate(one.groups)
-    }
-    return found | {"clipped to": [clip.max_norm for clip in first.clips]}
+    found: dict[str, Any] = {"clipped to": [clip.max_norm for clip in first.clips]}
+    for one in first.optimizers:
+        for number, group in enumerate(one.groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            if settings not in found.values():
+                found[f"{one.kind.replace(':', '.')}, group {number}"] = settings
+    return found
 
 
 def _losses(steps: list[StepVerdict]) -> Losses | None:
@@ -148,6 +148,11 @@ def _losses(steps: list[StepVerdict]) -> Losses | None:
     return Losses(
         ["reference", "run"], ["reference", "run"], numbers, [[*right], [*own]], [], [*map(short, tolerated)]
     )
+
+
+def _numbered(steps: list[StepVerdict]) -> str:
+    numbers = [str(one.step) for one in steps]
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def _size(model: torch.nn.Module) -> str:

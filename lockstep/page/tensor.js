@@ -62,13 +62,14 @@ function numbersOf(name, title, of, isOpen) {
 }
 
 function shared(row) {
-  return el("span", { class: row.far ? "far-text" : "" }, `${shareText(row.share)}${row.far ? " ✕" : ""}`);
+  return el("span", { class: row.far ? "far-text" : "" }, row.far ? `✕ ${shareText(row.share)} times` : shareText(row.share));
 }
 
 function pictureOf(name, state, row) {
   if (row === null) return [];
   const { picture } = row;
   if (picture === null) {
+    if (!page.names[name].includes("/")) return [];
     return [el("p", { class: "quiet" }, row.far ? "No picture: of those that are too far, the first of each pass have one, if there is a reference and they are not too large." : "No picture: tensors that are too far have one, and the few that are nearest to it.")];
   }
   return [

@@ -26,10 +26,10 @@ def write(
     page = Page(
         "verification",
         result.outcome,
-        f"{run['config']['model_name']} in {run['config']['precision']}, tensor by tensor",
-        "Every tensor was held against a float64 reference, which one process computed from the same weights and batches."
+        f"{run['config']['model_name']} in {run['config']['precision']}",
+        "A copy of each tensor was compared with a float64 reference, which one process computed from the same weights and batches."
         if reference
-        else "Every tensor was held against each other.",
+        else "The tensors of the runs were compared with each other.",
         [*tensor_report.configuration(result), *tensor_report.notes(result)],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
@@ -53,16 +53,17 @@ def write(
                 for row in found.by_themselves
                 if row.step == step
             ]
+            unlike = sum(row.step == step for row in found.after_unlike)
             if alone:
-                page.add(view, step, alone, {}, alone=True)
+                page.add(view, step, alone, {}, alone=True, unlike=unlike)
     write_page(page, folder)
 
 
 def _tolerance(result: Result, precision: str) -> str:
     yardstick = result.label(result.baseline)
     return (
-        f"{yardstick} is the yardstick: it may be {LIMIT[precision]:g} away from the reference, relative to it. The others may be {MULTIPLE} times as far "
-        f"away as {yardstick} is, so less or more is tolerated of them. What an optimizer computes may be off by a few ulps in any run."
+        f"Tolerated of {yardstick}, the yardstick: {LIMIT[precision]:g}, relative to the reference. Of the others: {MULTIPLE} times {yardstick}'s own "
+        "error in the tensor, and a few unit roundoffs. Of what an optimizer computes: a few ulps."
     )
 
 

@@ -87,8 +87,10 @@ class Causes:
             if one.mean.labels
         )
         targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
-        inside = sum(one[..., 1:].numel() for one in targets)
-        positions = sum(one.numel() for one in targets)
+        in_rows = [one for one in targets if one.ndim > 1]
+        inside, positions = (
+            sum(map(torch.numel, ones)) for ones in ((one[..., 1:] for one in in_rows), in_rows)
+        )
         of_rows = self.verdict.tokens + positions - inside
         counting = sum(
             one.ranks == self.micro[0].ranks for one in self.micro
@@ -108,6 +110,7 @@ class Causes:
         tolerated = max(self.verdict.tolerated_weights, 1e-6)
         windows = [len(one.micro_batches) for one in self.ranks.values()]
         uneven = min(windows) < max(windows)
+        several = self.verdict.micro_batches if max(windows) > 1 else 0
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
@@ -116,15 +119,19 @@ class Causes:
             "the ranks that see the same samples": world / self.verdict.shares,
             "the tokens of the global batch": float(self.verdict.tokens),
             "the positions of the global batch": float(positions),
-            "its positions but the last of each row": float(inside if inside != self.verdict.tokens else 0),
-            "its labels before they are shifted": float(labels if labels != self.verdict.tokens else 0),
-            "its tokens and one of each row": float(
+            "the positions of the global batch without the last of each row": float(
+                inside if inside != self.verdict.tokens else 0
+            ),
+            "the labels of the global batch before they are shifted": float(
+                labels if labels != self.verdict.tokens else 0
+            ),
+            "the tokens of the global batch and one more for each row": float(
                 of_rows if of_rows not in (positions, labels, of_mask) else 0
             ),
             "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
             "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
             "the tokens of the mask": float(of_mask),
-            "the micro batches of all ranks": float(uneven * sum(windows)),
+            "the micro batches of all ranks": float(sum(windows) if uneven else several),
             "those of the rank with the most x the ranks": float(uneven * max(windows) * len(windows)),
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
             "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),

@@ -70,6 +70,10 @@ class Free:
             dim = self.cut.get(name.replace("backward/", "forward/", 1))
             if dim is not None:
                 own[name] = [(called.ranks[0], torch.cat([shard for _, shard in shards], dim))]
+                row = f"{name.partition('/')[0]}/{module_of(name)}"
+                parts = _parts(shards, dim)
+                known = self.verdict.shards.setdefault(row, parts)
+                self.verdict.shards[row] = parts if parts.keys() == known.keys() else {}
         told = {
             module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
         }
@@ -191,6 +195,16 @@ class Free:
                     self.verdict.wrong.append(
                         Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
                     )
+
+
+def _parts(shards: list[tuple[int, torch.Tensor]], dim: int) -> dict[int, tuple[list[int], list[int]]]:
+    """Rank -> (start, shape) of its shard in the whole."""
+    found, begin = {}, 0
+    for rank, shard in shards:
+        start = [0] * shard.ndim
+        start[dim], begin = begin, begin + shard.shape[dim]
+        found[rank] = (start, list(shard.shape))
+    return found
 
 
 def _cut_dim(shards: list[torch.Tensor], whole: torch.Tensor) -> int | None:

@@ -26,7 +26,7 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
         lowered = f", in {' and '.join(verdict.lowered)}" if verdict.lowered else ""
         pieces = f", in {verdict.pieces} pieces each" if verdict.pieces > 1 else ""
         found.append(
-            f"step {verdict.step}: {verdict.micro_batches} micro batches of {verdict.shares} data-parallel ranks{pieces}{tokens}{lowered}"
+            f"step {verdict.step}: {_count(verdict.micro_batches, 'micro batch', 'es')} of {_count(verdict.shares, 'data-parallel rank', 's')}{pieces}{tokens}{lowered}"
         )
         if verdict.named is not None:
             right = abs(verdict.factor - 1) <= verdict.tolerated_weights
@@ -56,6 +56,10 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
         if verdict.named and verdict.difference
     )
     return [*found, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *left])]
+
+
+def _count(number: int, word: str, ending: str) -> str:
+    return f"{number} {word}{ending if number != 1 else ''}"
 
 
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:

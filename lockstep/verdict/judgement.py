@@ -126,6 +126,11 @@ class Judgement:
         distance = self.distance
         if distance.unequal or self.of_factor:
             return distance.unequal or self.of_factor
+        if "/" not in self.name:  # a number, such as a loss
+            return (
+                f"{distance.own_norm:.9g}, and {distance.norm:.9g} in the reference: relative error {distance.relative:.2e}, "
+                f"tolerated {relative(self.tolerated, distance.norm):.1e}{self.times}"
+            )
         return (
             f"relative error {distance.relative:.2e} (2-norm), tolerated {relative(self.tolerated, distance.norm):.1e}; "
             f"{distance.relative_largest:.2e} (largest element), tolerated {relative(self.tolerated_largest, distance.largest):.1e}{self.times}"

@@ -72,7 +72,7 @@ class Modules:
         near: Mapping[str, torch.Tensor],
     ) -> None:
         """Tensors of one pass, in order of execution."""
-        where = f"micro batch {number}, {self.whose} {rank}"
+        where = {name: f"micro batch {number}, {self._whose(name, rank)}" for name in mine}
         scale = None if self.scaled else 1.0
         scales: dict[str, float] = {}
         for name, tensor in mine.items():
@@ -113,7 +113,11 @@ class Modules:
             ranks = self.ranks.setdefault(name, {})
             ranks[rank] = max(row.multiple, ranks.get(rank, 0.0))
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                self.rows[name] = replace(row, name=name, where=where, ranks=ranks)
+                self.rows[name] = replace(row, name=name, where=where[row.name], ranks=ranks)
+
+    def _whose(self, name: str, rank: int) -> str:
+        shards = self.verdict.shards.get(f"{name.partition('/')[0]}/{module_of(name)}", {})
+        return f"ranks {', '.join(map(str, shards))}" if rank in shards else f"{self.whose} {rank}"
 
     def close(self) -> bool:
         """Add the rows and what is wrong to the verdict; returns whether anything is."""

@@ -53,6 +53,8 @@ class StepVerdict:
     losses: list[tuple[float, float, float]] = field(
         default_factory=list
     )  # of each micro batch and rank: the run's, the reference's, what is tolerated
+    # Of outputs that are put together from shards, rank -> (start, shape) of its own; {} where several groups of ranks have some
+    shards: dict[str, dict[int, tuple[list[int], list[int]]]] = field(default_factory=dict)
     alone: list[Judgement] = field(
         default_factory=list
     )  # of modules that were computed from their recorded inputs
@@ -115,12 +117,12 @@ def judged(
     kind: str = "",
     factors: Factors | None = None,
     dtypes: Mapping[str, torch.dtype] = {},
-    where: str = "",
+    where: Mapping[str, str] = {},
     rank: int | None = None,
 ) -> list[Judgement]:
     """The recorded tensors of one pass against `right`, by the rule that strategies are judged by: `near` is the yardstick, in the run's dtypes.
 
-    `kind` is what names of rows begin with where these are parameters. `factors` is told of the tensors, too, and `where` and on which `rank` they are. `dtypes` has those that some were
+    `kind` is what names of rows begin with where these are parameters. `factors` is told of the tensors, too, and `where` each is and on which `rank`. `dtypes` has those that some were
     rounded to before; `precision` is "fp32" or "autocast".
     """
     own: dict[str, Distance] = {}
@@ -134,7 +136,9 @@ def judged(
         own[row] = replace(distance, terms=terms)
         entries[row] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
         if factors is not None:
-            factors.add(row, tensor, plain, reference, is_weight=bool(kind), where=where, rank=rank)
+            factors.add(
+                row, tensor, plain, reference, is_weight=bool(kind), where=where.get(row, ""), rank=rank
+            )
     measure = Yardstick(yardstick, entries, precision, arithmetic.floor)
     rows = [Judgement(step, row, one, *measure.tolerance(row, one)) for row, one in own.items()]
     add_pictures(

@@ -141,7 +141,7 @@ def test_a_tensor_that_is_too_large_has_no_picture(dumps, tmp_path, monkeypatch)
 def test_two_dumps_without_a_reference(dumps, tmp_path):
     compare.main([str(dumps / "ddp"), str(dumps / "fsdp"), "--output_dir", str(tmp_path)])
     content = payload((tmp_path / "report.html").read_text())
-    assert "held against each other" in content["lead"]
+    assert "compared with each other" in content["lead"]
     assert all(table["pictures"] == {} for table in content["tables"])
 
 

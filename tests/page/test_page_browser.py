@@ -159,7 +159,7 @@ def test_the_first_failure_is_open(opened):
     first = "gradient/model.layers.1.mlp.down_proj.weight"
     assert page.text(".finding .tensor") == first and page.text("#tensor h3") == first
     said = page.text(".finding")
-    assert "elements are too far off: rows 4 to 7 of 8." in said
+    assert "elements are too far off: rows 4 to 7 of 8, counted from 0." in said
     where = "Ranks\nthe shard of ranks 1, 3 (tp 1) alone, with 100 % of the squared error"
     assert f"{where}; the copy of rank 3 (dp 1, tp 1) differs in 6 elements, and was not compared" in said
     assert page.text(".rank.differs").startswith("rank 3")
@@ -408,10 +408,10 @@ def test_shards_of_positions(opened):
     """A rank has two pieces of each sequence; the error is in both, and in one of its heads."""
     page = opened("positions")
     said = page.text(".finding")
-    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8)." in said, said
+    assert "positions 2 to 3, 12 of 16, head 2 of 4 (columns 4 to 5 of 8), counted from 0." in said, said
     assert "rank 1's shard (cp 0, tp 1) alone, with 100 % of the squared error" in said, said
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
-    assert [line.split("\t")[0] for line in lines] == ["0", "1", "2", "3"]
+    assert [line.split("\t")[0] for line in lines] == ["0", "✕ 1", "2", "3"]
     holds, square, error = lines[1].split("\t")[1:]
     assert holds == "positions 0 to 3, columns 4 to 7; and positions 12 to 15, columns 4 to 7", lines
     assert square == "100 %" and all("\t0 %\t" in line for line in (lines[0], *lines[2:]))
@@ -470,8 +470,8 @@ def test_what_each_rank_holds(opened, mesh, shape, sharded, cuts, name, held):
 def test_a_copy_that_differs(opened):
     page = opened("fail")
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
-    assert lines[1].startswith("0, 2\trows 0 to 3\t") and lines[2].startswith("1\trows 4 to 7\t")
-    assert lines[0] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
+    assert lines[0].startswith("0, 2\trows 0 to 3\t") and lines[1].startswith("✕ 1\trows 4 to 7\t")
+    assert lines[2] == "3\trows 4 to 7\t\tnot judged\t6 of 24 elements differ", lines
     other = "; the copy of rank 3 (dp 1, tp 1) differs in 6 elements, and was not compared with the reference"
     assert other in page.text(".finding") and other in page.text("#on-ranks")
     page.tab.check(FROM_BATCH)
@@ -543,7 +543,7 @@ def test_copies_that_differ_before_anything_is_too_far(opened):
     [
         (
             "fail",
-            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1, and rank 3 has another copy of it: it is 1.8711 times the reference's.",
+            "FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1: it is 1.8711 times the reference's; rank 3 has other values of it, which were not compared.",
         ),
         (
             "hidden",
@@ -623,7 +623,7 @@ def test_the_numbers_of_each_rank(opened):
         "rank 1 alone; on ranks 0, 2 it is near enough; but weights of the ranks differ since step 1" in said
     )
     lines = page.tab.locator("#on-ranks tbody tr").all_inner_texts()
-    assert lines[0] == "0\t0.2" and lines[1].startswith("1\t") and lines[1].endswith(" ✕")
+    assert lines[0] == "0\t0.2" and lines[1].startswith("1\t✕ ") and lines[1].endswith(" times")
 
 
 def test_what_is_before_the_first_wrong_tensor_of_a_recording_is_ruled_out(opened, tmp_path):
@@ -833,9 +833,9 @@ def test_copy_as_issue(opened):
     assert violations(page) == []
     assert len(text.split("\n")[0]) < 160
     for wanted in (
-        "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1, and rank 3 has another copy of it: shard (tiny-qwen2 in fp32)\n",
+        "# FSDP: the gradient of model.layers.1.mlp.down_proj.weight is wrong on rank 1 in step 1: shard (tiny-qwen2 in fp32)\n",
         "**FAIL**: tiny-qwen2 in fp32",
-        "The attached report.html has the map",
+        "The page report.html, which belongs to this, has the map",
         "\n- cause: shard: see ",
         "### First wrong tensor: FSDP",
         "`gradient/model.layers.1.mlp.down_proj.weight` in step 1",

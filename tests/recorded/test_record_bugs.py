@@ -104,7 +104,7 @@ BUGS = {
     ),
     "CountOfShiftedRows": (
         f"step 1: the gradient is 0.9574468 times {TOKENS}, which is the tokens of the global batch / "
-        "(its tokens and one of each row or the tokens of the first rank x the ranks or the tokens of the rank with the most x the ranks)"
+        "(the tokens of the global batch and one more for each row or the tokens of the first rank x the ranks or the tokens of the rank with the most x the ranks)"
         f"{BEGINS}",
         NAMED,
         270 / 282,

@@ -170,7 +170,7 @@ WRONG = {
             'parallelize_module(layer, mesh["tp"], PLAN)': 'parallelize_module(layer, mesh["tp"], PLAN); '
             "layer.self_attn.q_proj.register_forward_hook(lambda _, __, out: (1 + 0.01 * torch.distributed.get_rank()) * out)"
         },
-        "forward/model.layers.0.self_attn.q_proj (micro batch 0, rank 0) is the first of",
+        "forward/model.layers.0.self_attn.q_proj (micro batch 0, ranks 0, 1) is the first of",
     ),
     "torch clipped while scaled": (
         "torch_loop.py",
