@@ -110,7 +110,7 @@ class Causes:
         tolerated = max(self.verdict.tolerated_weights, 1e-6)
         windows = [len(one.micro_batches) for one in self.ranks.values()]
         uneven = min(windows) < max(windows)
-        several = self.verdict.micro_batches if max(windows) > 1 else 0
+        several = self.verdict.micro_batches if self.verdict.shares > 1 and max(windows) > 1 else 0
         numbers = {
             "the world size": float(world),
             "the number of data-parallel ranks": float(self.verdict.shares),
