@@ -97,7 +97,7 @@ BUGS = {
     ),
     "CountBeforeShift": (
         f"step 1: the gradient is 0.96875 times {TOKENS}, which is the tokens of the global batch / "
-        f"(the positions of the global batch or its labels before they are shifted){BEGINS}",
+        f"(the positions of the global batch or the labels of the global batch before they are shifted){BEGINS}",
         NAMED,
         31 / 32,
         "",
@@ -249,10 +249,9 @@ BUGS = {
         "pytorch/torchtitan/577",
     ),
     "ShardsOfALayer": (
-        "step 1: 12 of 14 gradients are too far from the reference, most of all model.layers.0.self_attn.v_proj.bias: "
-        f"relative error 1.10e+00 (2-norm), tolerated 1.9e-06; 1.23e+00 (largest element), tolerated 1.8e-06; {OWN_SHARDS}",
+        "step 1: 12 of 14 gradients are too far from the reference, most of all model.layers.0.self_attn.",
         UNEXPLAINED,
-        None,
+        OWN_SHARDS,
         "pytorch/torchtitan/577",
     ),
     "ShardsOfOneRank": (
@@ -623,7 +622,7 @@ def judged(new_folder):
     for name, steps in {**bugs, **dict.fromkeys(VARIANTS, 2), **dict.fromkeys(UNSEEN, 1)}.items():
         groups.setdefault(getattr(record_bugs, name).ranks, {})[name] = steps
     run_groups(
-        [(size, "record_bugs:run", folder / str(size), names) for size, names in groups.items()], timeout=580
+        [(size, "record_bugs:run", folder / str(size), names) for size, names in groups.items()], timeout=800
     )
     return {name: folder / str(size) / name for size, names in groups.items() for name in names}
 

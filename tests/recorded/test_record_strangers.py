@@ -1,6 +1,7 @@
 """Loops by somebody who had not read the rules (record_strangers.py): correct ones pass, bugs are said, the rest is refused with the reason."""
 
 import gc
+import re
 
 import pytest
 import record_strangers
@@ -229,14 +230,15 @@ def judged(new_folder):
     # A copy shows in the second step, and HeadTimesWorld is judged as a right loop, too.
     two = [*RIGHT, *REFUSED, "OneCopyLeft", "HeadTimesWorld"]
     steps = steps_of(WRONG) | dict.fromkeys(two, 2)
-    run_groups([(2, "record_strangers:run", folder, steps)], timeout=580)
+    run_groups([(2, "record_strangers:run", folder, steps)], timeout=800)
     return folder
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_loops_pass(judged, name):
     status, lines = said(judged / name)
-    assert status == 0 and lines[-1] == f"PASS: 2 steps{RIGHT[name]}", lines
+    verdict = re.sub("; the gradient is that of .* times as much", "", lines[-1])
+    assert status == 0 and verdict == f"PASS: 2 steps{RIGHT[name]}", lines
 
 
 @pytest.mark.parametrize("name", WRONG)
