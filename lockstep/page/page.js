@@ -90,6 +90,7 @@ function sayWhere(section, view) {
   if (also.length && also.length <= ALSO) list.append(pair("Also wrong", ...also.flatMap((one, place) => [place ? ", " : "", el("code", {}, one)])));
   const row = wrongRowOf(view, step, number);
   if (row === null) return;
+  if (name === "gradient norm" && page.kind === "recording") list.querySelector(".size").after(pair("Ranks", "all: it is one number of the run"));
   const where = row.far ? [row.borrowed ? "" : row.where, row.picture ? placeText(view, number, row) : ""].filter(Boolean).join(": ") : "";
   const ranks = ranksText(view, step, number, row);
   const again = stepsAfter(view, step, number);
@@ -160,7 +161,7 @@ function kindsOf(table, first) {
   const earlier = before && !OF_WEIGHTS.has(same) ? `${KINDS[same].toLowerCase()} before it (${before})` : "";
   const of = (holds, text) => [...counts].filter(([, [wrong]]) => holds(wrong)).map(text).join(", ");
   return [
-    ["Ruled out", [of((wrong) => !wrong, ([title, [, all]]) => `${title} (${all})`), earlier].filter(Boolean).join(", "), ": right"],
+    ["Ruled out", [of((wrong) => !wrong, ([title, [, all]]) => `${title} (${all})`), earlier].filter(Boolean).join(", "), same === "numbers" ? ": right, but for what is said above" : ": right"],
     [`Wrong in step ${table.step}`, of((wrong) => wrong, ([title, [wrong, all]]) => `${wrong} of ${all} ${title}`), ""],
   ].flatMap(([title, kinds, end]) => (kinds ? [[title, kinds + end]] : []));
 }

@@ -419,7 +419,7 @@ def require_pass(folder: Path, gradient: str, capsys, tolerated: float = 1e-5) -
     status = judge.main([str(folder)])
     said = capsys.readouterr().out
     assert status == 0 and said.splitlines()[-1].startswith("PASS: 2 steps"), said
-    assert said.count(f"the gradient is {gradient}") == 2, said
+    assert said.count(f"\n  the gradient is {gradient}") == 2, said
     for number, step in enumerate(json.loads((folder / "report.json").read_text())["steps"], start=1):
         recorded = json.loads((folder / "rank_0" / f"step_{number}.json").read_text())["places"]
         gradients = {name for name in recorded if name.startswith("gradient/")}
