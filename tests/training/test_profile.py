@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from own_strategy import own_strategy
 from programs import completed, in_process
+from ranks import ROOT
 from real_runs import environment, folders
 from torch.autograd import DeviceType
 
@@ -136,6 +137,25 @@ def test_deepspeed(tmp_path, capsys):
     assert (
         done.returncode == 2 and "rank1.json was not written by Lockstep and is not replaced" in done.stderr
     )
+
+
+def test_a_verification_profiles_further_steps(tmp_path):
+    """After those that it compares."""
+    flags = [
+        "--output_dir",
+        tmp_path / "out",
+        "--strategies",
+        "ddp",
+        *SMALL,
+        "--steps",
+        "1",
+        "--profile",
+        "1",
+    ]
+    done = completed([sys.executable, ROOT / "run_verification.py", *flags], env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert parts(done.stdout)[:2] == [2, 2]
+    require_trace(tmp_path / "out" / "losses" / "trace_ddp_rank0.json", (2,))
 
 
 @pytest.mark.parametrize(
