@@ -141,21 +141,14 @@ def test_deepspeed(tmp_path, capsys):
 
 def test_a_verification_profiles_further_steps(tmp_path):
     """After those that it compares."""
-    flags = [
-        "--output_dir",
-        tmp_path / "out",
-        "--strategies",
-        "ddp",
-        *SMALL,
-        "--steps",
-        "1",
-        "--profile",
-        "1",
-    ]
-    done = completed([sys.executable, ROOT / "run_verification.py", *flags], env=environment())
+    flags = ["--output_dir", tmp_path / "out", "--strategies", "ddp,fsdp", "--tp_size", "1", *SMALL]
+    command = [sys.executable, ROOT / "run_verification.py", *flags, "--steps", "1", "--profile", "1"]
+    done = completed(command, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert parts(done.stdout)[:2] == [2, 2]
-    require_trace(tmp_path / "out" / "losses" / "trace_ddp_rank0.json", (2,))
+    lines = [match for match in map(LINE.fullmatch, done.stdout.splitlines()) if match]
+    assert [match.groups()[1:3] for match in lines] == [("2", "2")] * 2, done.stdout
+    for name in ("ddp", "fsdp"):
+        require_trace(tmp_path / "out" / "losses" / f"trace_{name}_rank0.json", (2,))
 
 
 @pytest.mark.parametrize(
