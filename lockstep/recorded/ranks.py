@@ -287,9 +287,8 @@ class Ranks:
     def judge_skipped(self) -> None:
         """A loop may skip a step, but hardly one before each."""
         skipped = [steps[0].skipped for steps in self.recording.steps]
-        windows, overflowed = (
-            [getattr(one, key) for one in self.ranks.values()] for key in ("skipped", "overflowed")
-        )
+        windows = [one.skipped for one in self.ranks.values()]
+        overflowed = [one.overflowed for one in self.ranks.values()]
         if len(set(overflowed)) > 1:
             self.verdict.wrong.insert(
                 0,

@@ -86,6 +86,9 @@ class Recorder(Updates):
             self.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True).remove,
             self.model.register_forward_hook(Hook(self._see_output)).remove,
             self.whole_run.close,
+            patches.see_skipped_steps(
+                lambda: bool(self.optimizers) or self.whole_run.stepped, self._see_overflow
+            ),
             patches.see_exit(self.stop),
         ]
         # Wrappers may turn autocast on inside of the model's call only.
@@ -107,6 +110,13 @@ class Recorder(Updates):
         """Of a step that was over when the recording began, and what the model was called with: its samples count in the whole run."""
         self.whole_run.see_call(self._given(arguments, options))
         self.whole_run.stepped = True
+
+    def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is recorded of a step that a GradScaler skips begins anew."""
+        self.whole_run.see_overflow(optimizer)
+        if self.removing:
+            self.overflowed += 1
+            self._begin()
 
     def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
         self.scale = scaler.get_scale()  # 1 if it is not enabled

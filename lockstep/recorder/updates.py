@@ -31,7 +31,6 @@ class Updates(Recorded):
             register_optimizer_step_post_hook(self._after_update).remove,
             *patches.see_clipping(self.model, self.see_clip),
             patches.see_value_clipping(self.see_value_clip),
-            patches.see_skipped_steps(lambda: bool(self.optimizers), self._see_overflow),
             patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing),
             *patches.see_reductions(self._see_reduction),
         ]
@@ -53,11 +52,6 @@ class Updates(Recorded):
         clip["parameters"] += names
         # An optimizer in the backward pass has set gradients to None.
         clip["too_late"] = self._have_stepped(names or list(own))
-
-    def _see_overflow(self, _optimizer: torch.optim.Optimizer) -> None:
-        """What is recorded of a step that is skipped begins anew."""
-        self.overflowed += 1
-        self._begin()
 
     @harmless
     def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:

@@ -31,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
 from lockstep.recorder.hashes import hashes
-from lockstep.recorder.patches import Undo, replace, see_calls, see_skipped_steps
+from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
 BATCHES = 8  # of loaders, that are hashed as they are fetched
@@ -142,7 +142,6 @@ class WholeRun:
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
             *(see_calls(kind, "step", self._see_schedule) for kind in _schedules()),
-            see_skipped_steps(lambda: self.stepped, self._see_overflow),
         ]
         self.loaders = loaders or Loaders()
         if loaders is None:
@@ -231,7 +230,7 @@ class WholeRun:
         self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
         self.updating, self.calls_in_update = True, 0
 
-    def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+    def see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that a GradScaler skips is one of the run, with its samples."""
         if not self.of_others(optimizer):
             self.rates = [

@@ -15,6 +15,7 @@ import torch
 from programs import in_process
 from ranks import ROOT, free_port, run_groups
 
+import lockstep
 from lockstep import judge, record
 from lockstep.ground.errors import UserError
 from lockstep.inputs.architectures import BUILT_IN
@@ -1045,3 +1046,18 @@ def test_a_shard_of_other_weights_is_refused(tmp_path, refusal):
         net(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
     assert "weight has the shape [2, 4] in step 1, and [4, 4] when" in refusal(judge.main, [tmp_path / "run"])
+
+
+def test_a_scaler_is_left_as_it_was(tmp_path):
+    """After a recording whose loop goes on when its first steps are over."""
+    real = torch.amp.GradScaler.step
+    net, scaler = torch.nn.Linear(4, 3), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with lockstep.record(net, tmp_path / "run", steps=1):
+        for _ in range(3):
+            assert torch.amp.GradScaler.step is not real
+            optimizer.zero_grad()
+            scaler.scale(net(torch.randn(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.amp.GradScaler.step is real
