@@ -30,6 +30,7 @@ class Recording:
         user_file.run_nothing_of(folder)
         self._opened: dict[Path, Any] = {}
         self._holders: dict[int, dict[str, list[int]]] = {}
+        self._odd: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
@@ -240,6 +241,8 @@ class Recording:
             ranks = self.holders(step).get(own)
         replicas: dict[tuple, list[torch.Tensor]] = {}
         within: dict[tuple, tuple[slice, ...]] = {}
+        # A tensor is asked for again and again, and its replicas are compared once
+        among = step, name, tuple(ranks or ())
         odd: list[int] = []
         full: list[int] = []
         for rank, about in self.steps[step - 1].items():
@@ -249,12 +252,15 @@ class Recording:
             full = places[0].full or []
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
+                if key in replicas and among in self._odd and not mean:
+                    continue
                 block = self._tensor(rank, step, f"{name}#{number}")
                 same, within[key] = replicas.setdefault(key, []), place.within
                 if same and not torch.equal(same[0], block):
                     odd.append(rank)
                 if mean or not same:
                     same.append(block)
+        odd = self._odd.setdefault(among, odd)
         blocks = [
             (
                 key,
