@@ -6,10 +6,12 @@ tensors take the places of the computed ones, so what is wrong is wrong by itsel
 
 import torch
 
+from lockstep.ground.words import and_more
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.reference import Reference
 from lockstep.recorded.weights import SCALARS
 from lockstep.recorder.called import LOG_PROBS, Called
+from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
 from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
@@ -30,6 +32,8 @@ class Alone:
         self.modules = Modules(verdict, verdict.precision, self.factors)
         self.right: list[Gradients] = []
         self.near: list[Gradients] = []
+        # Modules whose outputs the run does not have, in order of execution
+        self.unseen: dict[str, None] = {}
 
     def add(
         self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
@@ -43,6 +47,11 @@ class Alone:
             for name, found in mine.items()
             if all(free.shapes.get(name) == found[0][1].shape for free in (right, near))
         }
+        self.unseen.update(
+            (module_of(name), None)
+            for name in right.shapes
+            if name.startswith("forward/") and name not in own and "/returned." not in name
+        )
         if called.piece is not None:
             of_all = [self.exact.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
             written = {}
@@ -72,6 +81,10 @@ class Alone:
         `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them
         before they are `clipped` by factors. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
         """
+        if self.unseen:
+            self.verdict.notes.append(
+                f"no output of {and_more(list(self.unseen))} was recorded: each is judged as one piece with what follows it"
+            )
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
         reduced_in = self._reduced_in(observed)

@@ -25,7 +25,7 @@ from lockstep.recorded.weights import Weighed
 from lockstep.recorder.called import LOG_PROBS, shares_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
-from lockstep.verdict.alone import sentence
+from lockstep.verdict.alone import following, sentence
 from lockstep.verdict.gpu_arithmetic import arithmetic_of
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
@@ -333,7 +333,8 @@ class _Step:
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
             rounding = self._rounding(rows) if self.verdict.lowered and first.kind == "gradient" else ""
-            self.verdict.wrong[place:place] = [*[rounding] * bool(rounding), Wrong(sentence(rows))]
+            follow = following(rows, [row for row in self.verdict.rows if row.too_far])
+            self.verdict.wrong[place:place] = [*[rounding] * bool(rounding), Wrong(sentence(rows) + follow)]
 
     def _lowered(self) -> set[str]:
         """The dtypes other than float32 and float64 that the step was computed in."""

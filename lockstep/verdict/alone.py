@@ -73,6 +73,17 @@ def sentence(rows: list[Judgement]) -> str:
     )
 
 
+def following(rows: list[Judgement], too_far: list[Judgement]) -> str:
+    """The end of a sentence: how many of the tensors that are `too_far` from the batch on are right by themselves, by `rows`; "" if none is."""
+    right = {(row.step, row.name) for row in rows if not row.too_far}
+    number = sum((row.step, row.name) in right for row in too_far)
+    if not number:
+        return ""
+    if number == 1:
+        return "; 1 more is too far from the reference, but right by itself: it follows from what is wrong before it"
+    return f"; {number} more are too far from the reference, but right by themselves: they follow from what is wrong before them"
+
+
 def sentences(rows: list[Judgement], choices: list[Chosen]) -> list[str]:
     """All that is wrong by itself; [] if nothing is."""
     found = [sentence(rows)] if any(row.too_far for row in rows) else []

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, plain, write_result
 from lockstep.verdict import report_tables as tables
-from lockstep.verdict.alone import REMEDY, sentences
+from lockstep.verdict.alone import REMEDY, following, sentences
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.report_tables import Line
@@ -197,7 +197,7 @@ def by_itself(run: Findings) -> str:
         else ""
     )
     if wrong:
-        return "; ".join([*wrong, *filter(None, [after])])
+        return "; ".join([*wrong, *filter(None, [after])]) + following(rows, run.too_far)
     if rows:
         nearest = max(rows, key=lambda row: row.multiple)
         said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
