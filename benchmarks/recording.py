@@ -65,14 +65,14 @@ def worker(folder: Path) -> None:
 
 def more_after(folder: Path) -> list[float]:
     """How many seconds longer a step is after the recorded ones, by the medians of each round of alternation."""
-    model = from_config({**BUILT_IN["tiny-qwen2"], "num_hidden_layers": 1}, attn_impl="sdpa").train()
+    model = torch.nn.Embedding(1000, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step() -> float:
-        ids = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH))
+        ids = torch.randint(0, 1000, (BATCH, LENGTH))
         began = time.perf_counter()
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model(ids).mean().backward()
         optimizer.step()
         return time.perf_counter() - began
 

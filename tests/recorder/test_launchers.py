@@ -102,7 +102,7 @@ def test_a_model_that_fsdp1_wraps_later_is_refused(tmp_path, kind):
     )
 
 
-def test_some_modules_are_recorded(tmp_path):
+def test_some_modules_are_recorded(tmp_path, capsys):
     """All of them are trained. Negative control: a pattern of no module."""
     own = ("-m", "lockstep.record", "--output", "run", "--modules")
     done = started(tmp_path, TORCHRUN, *own, "layers.{0,2}", "train.py")
@@ -113,6 +113,7 @@ def test_some_modules_are_recorded(tmp_path):
         "forward/0/layers.2",
     }
     assert judge.main([str(tmp_path / "run")]) == 0
+    assert "was recorded: each is judged as one piece with what follows it" in capsys.readouterr().out
     done = started(tmp_path, TORCHRUN, *own, "layer.{0,2}", "train.py")
     assert done.returncode != 0
     assert (
