@@ -1,4 +1,4 @@
-"""How far tensors are from the reference: one pass over the dumps, block by block. torch only.
+"""How far tensors are from the reference: one pass over the dumps, block by block. numpy and torch only.
 
 error     |T - T*|_2         every element a little off     (T* is the reference)
 largest   max |T - T*|       one element far off
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lockstep.dumps.dump import Dump, Dumps
@@ -17,9 +18,9 @@ from lockstep.plan.config import BETAS
 from lockstep.recorder.optimizers import clip_by
 from lockstep.training.optim import decays, direction
 
-BLOCK = (
-    1 << 16
-)  # elements: the blocks of a comparison stay in the cache, and a call costs less than its arithmetic
+# elements: all blocks of a comparison stay in the cache, BLAS starts no threads for so few, and memory for them is not asked of the system.
+# torch's dot starts threads for as few: where other processes have the cores, it took 30 to 160 times as long as numpy's.
+BLOCK = 1 << 13
 
 
 class Size(NamedTuple):
@@ -95,11 +96,10 @@ class _Sums:
     def __init__(self) -> None:
         self.square, self.largest = 0.0, 0.0
 
-    def add(self, values: torch.Tensor) -> None:
-        if not len(values):  # a tensor may have no elements
-            return
-        self.square += float(values.dot(values))
-        least, most = map(float, values.aminmax())
+    def add(self, values: np.ndarray) -> None:
+        self.square += float(np.dot(values, values))
+        # a tensor may have no elements
+        most, least = (float(of.reduce(values, initial=0.0)) for of in (np.maximum, np.minimum))
         self.largest = max(self.largest, most, -least)
 
     def result(self) -> Size:
@@ -119,12 +119,12 @@ class _Comparison:
         self.change: _Sums | None = None  # what it should show, if that is not itself
         self.terms = _Sums()
 
-    def add(self, values: torch.Tensor, exact: torch.Tensor, change: torch.Tensor | None = None) -> None:
+    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray | None = None) -> None:
         """A block of both; `change` is what the tensor should show, if that is not itself."""
         error = values - exact
         self.error.add(error)
-        self.error_along += float(error.dot(exact if change is None else change))
-        self.own_square += float(values.dot(values))
+        self.error_along += float(np.dot(error, exact if change is None else change))
+        self.own_square += float(np.dot(values, values))
         if not self._shared:
             self.wanted.add(exact)
         if change is not None:
@@ -139,11 +139,11 @@ class _Comparison:
         return Distance(*error, *size, own, *shown, scale, self.terms.result())
 
 
-def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[torch.Tensor]]:
+def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
     """The float64 blocks of several tensors of one size, side by side."""
     readers = (dump.blocks(step, name, BLOCK) for dump, step, name in sources)
     for blocks in zip(*readers, strict=True):
-        yield [block.to(torch.float64, copy=True) for block in blocks]
+        yield [block.to(torch.float64, copy=True).numpy() for block in blocks]
 
 
 @dataclass
@@ -155,11 +155,16 @@ class Measured:
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
+# what is not finite is counted as infinitely far, and said once
+QUIET = np.errstate(over="ignore", invalid="ignore")
+
+
 def distance_of(own: torch.Tensor, reference: torch.Tensor) -> Distance:
     """Of two tensors in memory, of one shape and not empty."""
     return distances_of([own], reference)[0]
 
 
+@QUIET
 def distances_of(
     tensors: Sequence[torch.Tensor], reference: torch.Tensor, before: torch.Tensor | None = None
 ) -> list[Distance]:
@@ -168,7 +173,7 @@ def distances_of(
     found = [_Comparison(wanted) for _ in tensors]
     sources = [reference, *([] if before is None else [before]), *tensors]
     for blocks in zip(*(one.detach().reshape(-1).split(BLOCK) for one in sources), strict=True):
-        exact, *others = (block.double() for block in blocks)
+        exact, *others = (block.double().numpy() for block in blocks)
         change = None if before is None else exact - others.pop(0)
         wanted.add(exact)
         for comparison, values in zip(found, others, strict=True):
@@ -176,11 +181,12 @@ def distances_of(
     return [one.distance() for one in found]
 
 
+@QUIET
 def size_of(tensor: torch.Tensor) -> Size:
     """Of a tensor in memory, which may have no elements."""
     found = _Sums()
     for block in tensor.detach().flatten().split(BLOCK):
-        found.add(block.double())
+        found.add(block.double().numpy())
     return found.result()
 
 
@@ -188,6 +194,7 @@ def distance_of_numbers(own: float, reference: float) -> Distance:
     return distance_of(torch.tensor(own), torch.tensor(reference))
 
 
+@QUIET
 def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
     """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
@@ -204,7 +211,7 @@ def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> M
             if index:
                 apart[index].add(own - values[0])
         if same and len(values) > 1:
-            same = torch.equal(values[-1].view(torch.int64), values[-2].view(torch.int64))
+            same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
     distances = dict(zip(dumps, (each.distance() for each in found), strict=True))
     if name.startswith("batch/"):
         for run, distance in distances.items():
@@ -221,6 +228,7 @@ def _unequal(own: torch.Tensor, reference: torch.Tensor) -> str:
     return f"{len(places)} of {own.numel()} {'is' if len(places) == 1 else 'are'} not what was to be fed, first at {[*first]}: {said}"
 
 
+@QUIET
 def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: str) -> dict[str, Distance]:
     """What the optimizer made of this run's own gradient, moments and weights, against the same update in float64.
 
@@ -246,7 +254,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
         own, moments = rest[: len(kinds)], rest[len(kinds) :]
         exact, change = [], gradient
         if adamw:
-            m, v = gradient * (1 - b1), gradient.square() * (1 - b2)
+            m, v = gradient * (1 - b1), np.square(gradient) * (1 - b2)
             if moments:
                 kept = moments[0] * b1
                 m, v = m + kept, v + moments[1] * b2
@@ -259,6 +267,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     return {kind: comparison.distance() for kind, comparison in found.items()}
 
 
+@QUIET
 def own_update_distances(
     dump: Dump, replay: Dump, initial: Dump, step: int, name: str
 ) -> dict[str, Distance]:
@@ -275,6 +284,7 @@ def own_update_distances(
     return {**found, "parameter": own.distance()}
 
 
+@QUIET
 def frozen_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
     """A parameter that is not trained, after a step, against what it was before the first."""
     found = _Comparison()
@@ -283,6 +293,7 @@ def frozen_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance
     return found.distance()
 
 
+@QUIET
 def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
     """The average of this run's own weights (--ema_decay d) against d average + (1 - d) weights in float64, from its own average before.
 

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from lockstep.verdict.distance import BLOCK, Size, size_of
@@ -88,9 +89,9 @@ def _products(
     each = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
     for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
         for row, column in enumerate(of_columns):
-            with_observed[row] += column.dot(piece)
+            with_observed[row] += np.dot(column, piece)
             for other in range(row + 1) if square is None else ():
-                own[row, other] += column.dot(of_columns[other])
+                own[row, other] += np.dot(column, of_columns[other])
     return own + own.tril(-1).T if square is None else square, with_observed
 
 
@@ -190,7 +191,7 @@ def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
 
 
 def _norm(pieces: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(piece.dot(piece)) for piece in pieces))
+    return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
 
 
 @dataclass
