@@ -47,8 +47,8 @@ class Alone:
             for name, found in mine.items()
             if all(free.shapes.get(name) == found[0][1].shape for free in (right, near))
         }
-        self.unseen.update(
-            (module_of(name), None)
+        self.unseen |= dict.fromkeys(
+            module_of(name)
             for name in right.shapes
             if name.startswith("forward/") and name not in own and "/returned." not in name
         )
