@@ -181,16 +181,28 @@ def _kill(found: "list[psutil.Process]") -> None:
 
 
 def _end(*_: object) -> None:
-    """Ends this process; once more in a second, as Python ignores what is raised in a callback, such as of a fork."""
+    """End this process; once more in a second, as Python only prints what is raised in a callback, such as that of a fork."""
     signal.alarm(1)
     sys.exit(0)
+
+
+def _print_ignored(ignored: "sys.UnraisableHookArgs") -> None:
+    """Print an exception that Python ignores, except what `_end` raises: it is raised again."""
+    if ignored.exc_type is not SystemExit:
+        sys.__unraisablehook__(ignored)
+
+
+def ended_by(*numbers: int) -> None:
+    """These signals end this process, without a word."""
+    sys.unraisablehook = _print_ignored
+    for each in (*numbers, signal.SIGALRM):
+        signal.signal(each, _end)
 
 
 def _hold_local_ray() -> int:
     """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
-    for each in (signal.SIGUSR1, signal.SIGALRM):
-        signal.signal(each, _end)
+    ended_by(signal.SIGUSR1)
     processes.end_with_parent(signal.SIGUSR1)
     if parent not in (None, str(os.getppid())):  # it ended before we could ask
         return 1

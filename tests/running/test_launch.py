@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from programs import completed
@@ -77,6 +78,31 @@ def test_an_interrupt_ends_what_the_kernel_would_leave():
     )
     done = completed([sys.executable, "-c", program])
     assert done.stdout == f"{-signal.SIGKILL}\n", done.stderr
+
+
+# The signal arrives in a callback, whose exceptions Python only prints: the alarm a second later ends the process.
+ENDED_IN_A_CALLBACK = """
+import os, signal, sys, time, weakref
+from lockstep.running import ray_instance
+class Referred: pass
+ray_instance.ended_by(signal.SIGUSR1)
+def killed(_): os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.1)
+def raised(_): raise ValueError("shown")
+for called in (killed, raised):
+    object = Referred()
+    reference = weakref.ref(object, called)
+    del object
+time.sleep(60)
+"""
+
+
+def test_a_ray_instance_that_ends_in_a_callback_says_nothing():
+    """Negative control: what another callback raises is printed."""
+    began = time.monotonic()
+    done = completed([sys.executable, "-c", ENDED_IN_A_CALLBACK])
+    assert done.returncode == 0 and time.monotonic() - began < 30
+    assert "SystemExit" not in done.stderr
+    assert done.stderr.count("Exception ignored") == 1 and done.stderr.endswith("ValueError: shown\n")
 
 
 def launcher(command, folder, *arguments):
