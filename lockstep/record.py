@@ -92,7 +92,7 @@ def _run(script: Path, arguments: list[str], finding: "Finding") -> int:
     if finding.recorder is None and not (finding.started and _is_written_since(finding.output, begun)):
         which = f"{script}, or a process that it started," if finding.started else str(script)
         raise UserError(
-            f"{which} called {finding.in_evaluation} in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"
+            f"{which} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
             if finding.in_evaluation
             else f"{which} called no model in training mode, so nothing was recorded; name the script that trains"
         )

@@ -331,6 +331,10 @@ class Ranks:
             if said:
                 self.verdict.wrong.append(f"{said} alone (micro batch {number})")
                 return
+        if self.verdict.step == 1 and all("" in modes for each in of_ranks for modes in each):
+            self.verdict.notes.append(
+                "the model is trained in evaluation mode, without dropout: if that is not meant, call model.train() before the loop"
+            )
 
     def note_draws(self) -> None:
         """Ranks whose generators have the same state draw the same random numbers for different samples."""

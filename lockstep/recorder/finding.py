@@ -3,6 +3,7 @@
 import functools
 import multiprocessing.process
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ class Finding:
         self.output, self.options = output, (output, steps, modules)
         self.recorder: Recorder | None = None
         self.updating = False
-        self.in_evaluation = ""  # the first model that was called so where gradients are computed
+        # Models that were called so where gradients are computed
+        self.in_evaluation = weakref.WeakKeyDictionary[torch.nn.Module, None]()
         self.loaders = Loaders()
         self.make = functools.partial(
             Recorder, folder=output, steps=steps, modules=modules, loaders=self.loaders
@@ -44,15 +46,15 @@ class Finding:
             if torch.compiler.is_compiling():  # inside of a model that was found
                 return real(module, *arguments, **options)
             own = list(module.parameters())
-            trained = module.training and any(parameter.requires_grad for parameter in own)
+            trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
             trained &= not any(map(torch.nn.parameter.is_lazy, own))  # which this call makes
             trained &= not any(one.is_meta for one in own)  # such as a copy that counts operations
             # Lightning calls its own module with a batch for training_step, which calls the model.
             around = any(kind.__name__ == "LightningModule" for kind in type(wrapped.inner(module)).__mro__)
             first = self.recorder is None or _is_part_of(self.recorder.model, wrapped.inner(module))
-            if not module.training and torch.is_grad_enabled() and any(one.requires_grad for one in own):
-                self.in_evaluation = self.in_evaluation or type(module).__name__
-            if first and trained and torch.is_grad_enabled() and not around:
+            if trained and not around and not module.training:
+                self.in_evaluation.setdefault(module)
+            elif trained and not around and first:
                 if self.updating:
                     self.in_closure = self.in_closure or (module, arguments, options)
                 else:
@@ -64,8 +66,10 @@ class Finding:
             if self.recorder is not None:
                 torch.nn.Module.__call__ = real  # type: ignore[method-assign]
 
-        def ends(*_: Any) -> None:
+        def ends(stepped: torch.optim.Optimizer, *_: Any) -> None:
             self.updating = False
+            if self.recorder is None and self.in_closure is None:
+                self._record_in_evaluation(stepped)
             if self.in_closure is not None:
                 self._restore()
                 module, arguments, options = self.in_closure
@@ -96,6 +100,14 @@ class Finding:
             self.recorder.discard()
         self.recorder = self.make(module)
         return self.recorder
+
+    def _record_in_evaluation(self, stepped: torch.optim.Optimizer) -> None:
+        """The model that this optimizer holds, from its next step on, if it was not called in training mode."""
+        held = {id(one) for group in stepped.param_groups for one in group["params"]}
+        trained = (one for one in self.in_evaluation if any(id(own) in held for own in one.parameters()))
+        model = next(trained, None)
+        if model is not None:
+            self._record(model).whole_run.in_evaluation = True
 
     def stop(self) -> None:
         # The recorder has put its own functions in the places of these: what came last goes first.

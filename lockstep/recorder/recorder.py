@@ -140,6 +140,10 @@ class Recorder(Updates):
         own = self.given.get(id(one))
         return own is not None and own() is one
 
+    def _trains(self) -> bool:
+        """Whether what the model is called for now is its training: in evaluation mode, if it is never trained in another."""
+        return torch.is_grad_enabled() and (self.model.training or self.whole_run.in_evaluation)
+
     @harmless
     def _see_module(self, name: str, tensor: torch.Tensor) -> None:
         which, number, _ = name.split("/", 2)
@@ -151,7 +155,7 @@ class Recorder(Updates):
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         if being_recomputed() or self._calls_itself():
             return
-        if not (self.model.training and torch.is_grad_enabled()):
+        if not self._trains():
             self.whole_run.loaders.source = None  # the batch is of an evaluation
             if self.optimizers and not self.updating:  # an evaluation: the step before it is over
                 self._write()
@@ -305,11 +309,12 @@ class Recorder(Updates):
     @harmless
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
         """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
-        over = self.model.training and not (self.removing and self.micro)
+        trains = self._trains()
+        over = trains and not (self.removing and self.micro)
         if over or not torch.is_grad_enabled() or being_recomputed() or self._calls_itself():
             return None
         loss, logits = outputs_of(output)
-        if not self.model.training:
+        if not trains:
             self.whole_run.see_evaluation(logits if loss is None else loss)
             return None
         if self.updating:  # a closure that was called again

@@ -135,6 +135,7 @@ class WholeRun:
         self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
+        self.in_evaluation = False  # whether the model is trained in this mode from the first step on
         self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.coming: list[float] = []  # the rates of the update that runs
         self._begin()
@@ -241,6 +242,8 @@ class WholeRun:
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if self.of_others(optimizer):
             return
+        if self.evaluated and not self.called and not self.lines:
+            self.in_evaluation, self.evaluated = True, 0
         # Some libraries step once before the first call, so that the optimizer has its memory.
         self.updating, self.stepped = False, self.called
 

@@ -625,8 +625,28 @@ def test_a_copy_on_the_meta_device_is_not_what_is_trained(tmp_path, capsys):
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_alone(tmp_path, capsys):
-    script = tmp_path / "train.py"
+    """A note says so: from_pretrained leaves a model in this mode. Its first step shows that it is trained; the next ones are recorded."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(NET + TRAINS.format(before="model.eval()"))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    found, out = verdict(output, capsys)
+    assert found == 0 and "note: the model is trained in evaluation mode, without dropout" in out
+    with recorded(tmp_path / "by hand", LM) as (model, optimizer):
+        model.eval()
+        for ((ids, labels),) in drawn(steps=4):
+            model(ids, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(ids, labels)
+    found, out = verdict(tmp_path / "by hand", capsys)
+    assert found == 0 and "note: the model is trained in evaluation mode, without dropout" in out
+    assert "goes backward" not in out
+
+
+def test_a_model_that_is_called_in_evaluation_mode_and_not_trained(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(NET + "model = Net().eval()\nmodel(torch.randn(4, 8))\n")
     assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 2
-    said = "called Net in evaluation mode alone, so nothing was recorded; if it is trained, call model.train() before the loop"
+    said = "called Net in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
     assert said in capsys.readouterr().err
