@@ -5,6 +5,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 from lockstep.ground import startup
@@ -38,6 +39,12 @@ def printable(text: object, limit: int = LONGEST) -> str:
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1]
     )
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def communicates(error: Exception) -> bool:
+    """Whether this was raised where ranks communicate, or by code that looks for its process group."""
+    of_torch = any("/torch/distributed/" in one.filename for one in traceback.extract_tb(error.__traceback__))
+    return of_torch or "process group" in str(error).replace("_", " ")
 
 
 def first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from lockstep.ground.errors import first_line
+from lockstep.ground.errors import communicates, first_line
 from lockstep.recorder import tree
 from lockstep.recorder.building import Building
 from lockstep.recorder.optimizers import bare, tensors_of
@@ -190,7 +190,10 @@ def _understood() -> Iterator[None]:
     except CannotStep:
         raise
     except Exception as error:  # a class of a user's may raise anything
-        raise CannotStep(f"{type(error).__name__}: {first_line(error)}") from error
+        why = "; it communicates" * communicates(error)
+        raise CannotStep(
+            f"one process cannot step it again ({type(error).__name__}: {first_line(error)}){why}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@
 import contextlib
 import functools
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.ground.errors import UserError, first_line
+from lockstep.ground.errors import UserError, communicates, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
@@ -119,7 +118,7 @@ class Reference(Model):
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             said = str(error)
-            why = "; its forward pass communicates, which one process cannot" * _communicates(error)
+            why = "; its forward pass communicates, which one process cannot" * communicates(error)
             left_out = sorted(  # first what the error names
                 self.recording.tree.get("left_out", []),
                 key=lambda one: one.partition(":")[0].rpartition(".")[2] not in said,
@@ -302,12 +301,6 @@ class Reference(Model):
     def _leave_backward_out(self) -> None:
         for name in [name for name in self.modules if name.startswith("backward/")]:
             del self.modules[name]
-
-
-def _communicates(error: Exception) -> bool:
-    """Whether this was raised where ranks communicate, or by code that looks for its process group."""
-    of_torch = any("/torch/distributed/" in one.filename for one in traceback.extract_tb(error.__traceback__))
-    return of_torch or "process group" in str(error).replace("_", " ")
 
 
 def _require_labels_of_piece(called: Called) -> None:

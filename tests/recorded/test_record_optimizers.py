@@ -42,7 +42,7 @@ WRONG = {
 }
 NOT_JUDGED = {
     "WithRounded": "Rounded is not judged: it draws random numbers",
-    "WithSharp": "Sharp is not judged: AssertionError: a closure is needed",
+    "WithSharp": "Sharp is not judged: one process cannot step it again (AssertionError: a closure is needed)",
     "EightBits": "AdamW8bit is not judged: in float64, its step gives numbers that are not finite",
     "Inside": "Inside.make_optimizer.<locals>.Own is not judged: its class is defined inside a function",
 }

@@ -59,10 +59,10 @@ RIGHT = {
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn", "Overflows"), NOT_JUDGED),
     **dict.fromkeys(
         ("ReducesItself", "OneLeftOut"),
-        f"{NOT_JUDGED}; the update of Descent is not judged: ValueError: Default process group has not been initialized, "
-        "please make sure to call init_process_group.",
+        f"{NOT_JUDGED}; the update of Descent is not judged: one process cannot step it again (ValueError: Default process group has not been initialized, "
+        "please make sure to call init_process_group.); it communicates",
     ),
-    "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
+    "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: one process cannot step it again (TypeError: LBFGS.step() missing 1 required positional argument: 'closure')",
     **dict.fromkeys(("Entropy", "Scores"), NOT_JUDGED),
     **dict.fromkeys(
         (
