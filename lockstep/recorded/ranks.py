@@ -8,16 +8,14 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
+from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm, shards_of
 from lockstep.recorder.called import Called
-from lockstep.recorder.recorded_step import Step
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
-NOT_REDUCED = "were not reduced"
-SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another order
 
 
 class Ranks:
@@ -26,6 +24,7 @@ class Ranks:
     def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
+        self.replicas = Replicas(recording, verdict, micro)
         self.reduced_later = False  # gradients of replicas, by an optimizer itself
         self.unreduced: Wrong | None = None  # what is said of those that were not reduced
         self.odd = 0  # a rank that has others than the first
@@ -49,11 +48,11 @@ class Ranks:
         if differ:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
-                differ = [one for one in differ if not self._only_clipped_otherwise(*one)] or differ
+                differ = [one for one in differ if not self.replicas.only_clipped_otherwise(*one)] or differ
                 self.verdict.differ = [one for one, _ in differ]
             name, self.odd = differ[0]
             where = and_more([f"{one} on rank {odd}" for one, odd in differ])
-            why = self._why(self.odd, name) if kind == "gradient" else ""
+            why = self.replicas.why(self.odd, name) if kind == "gradient" else ""
             said = Wrong(f"{KINDS[kind]} differ between ranks that hold the same: {where}", why)
             self.verdict.wrong.append(said)
             self.unreduced = said if NOT_REDUCED in why else self.unreduced
@@ -103,7 +102,7 @@ class Ranks:
             for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
             if set(names) <= set(self.recording.names(one, "gradient"))
         )
-        return own if any(_same_norm(own, other) for other in others) else 0.0
+        return own if any(is_same_norm(own, other) for other in others) else 0.0
 
     def clipped_apart(self) -> list[str]:
         """Whether what each rank has of the gradient has one norm, as where each clips by the norm of its shards alone."""
@@ -111,7 +110,7 @@ class Ranks:
         names = [f"gradient/{name}" for name in self.recording.names(step, "gradient")]
         whole = _norm(self.whole(step, name) for name in names)
         norms = [_norm(self.recording.part(rank, step, name) for name in names) for rank in self.ranks]
-        if not all(_same_norm(one, norms[0]) for one in norms) or _same_norm(whole, norms[0]):
+        if not all(is_same_norm(one, norms[0]) for one in norms) or is_same_norm(whole, norms[0]):
             return []
         return [
             f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
@@ -135,93 +134,6 @@ class Ranks:
                 f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
             )
         return True
-
-    def _why(self, rank: int, name: str) -> str:
-        """Why the gradients of a rank, as that of a parameter, differ from those of the first that holds the same, to be read after it."""
-        about, first = self.ranks[rank], self._first_alike(rank, name)
-        numbers = len(first.micro_batches), len(about.micro_batches)
-        if numbers[0] != numbers[1]:
-            return f"; rank {first.rank} stepped after {numbers[0]} micro batches, rank {rank} after {numbers[1]}"
-        if self._only_clipped_otherwise(name, rank):
-            clips = zip(
-                *([clip for clip in one.clips if clip.has(name)] for one in (first, about)), strict=False
-            )
-            pair = next((pair for pair in clips if pair[0].factor != pair[1].factor), None)
-            if pair is None:
-                clipped, other_rank = (first.rank, rank) if first.clips else (rank, first.rank)
-                return f"; rank {clipped} clipped them, rank {other_rank} did not"
-            one, other = pair
-            if _same_norm(one.norm, other.norm):
-                return f"; they were clipped to different norms, {one.max_norm:.7g} and {other.max_norm:.7g}"
-            return f"; they were clipped by different norms, {one.norm:.7g} and {other.norm:.7g}"
-        own, of_first = (
-            self.recording.part(one, self.verdict.step, f"gradient/{name}") for one in (rank, first.rank)
-        )
-        if own is not None and of_first is not None and own.shape == of_first.shape:
-            same = (own == of_first) & (own != 0)
-            if 2 * int(same.sum()) > int(own.count_nonzero()):
-                return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
-        times = self._scaled(first.rank, rank)
-        if times is not None:
-            return f"; those of rank {rank} are {times:.6g} times as large, so they were changed after they were reduced"
-        together = any({first.rank, rank} <= set(called.ranks) for called in self.micro)
-        of_one_model = self._shares_a_model(first, about)
-        if of_one_model and not together:
-            return f"; ranks {first.rank} and {rank} have parts of one model, and were called with different micro batches"
-        inside = (
-            ": these have parts of one model, so a sum in the backward pass may be missing" * of_one_model
-        )
-        return f"; they {NOT_REDUCED} over ranks {first.rank} and {rank}, or not all of them{inside}"
-
-    def _scaled(self, first: int, rank: int) -> float | None:
-        """How many times larger the gradients of one rank are that differ from another's, before clipping; None if it is not one factor."""
-        ratios, elements = list[float](), 0
-        for name in self.verdict.differ:
-            one, other = (
-                self.recording.part(of, self.verdict.step, f"gradient/{name}") for of in (first, rank)
-            )
-            if one is None or other is None or one.shape != other.shape:
-                return None
-            if not (one.any() and other.any()):
-                return None
-            one = one.double() / self.ranks[first].clipped(name)
-            other = other.double() / self.ranks[rank].clipped(name)
-            ratio = float((one * other).sum() / one.square().sum())
-            if not float((other - ratio * one).norm()) <= SAME_NORM * float(other.norm()):
-                return None
-            ratios.append(ratio)
-            elements += one.numel()
-        same = bool(ratios) and max(ratios) - min(ratios) <= SAME_NORM * abs(ratios[0])
-        return ratios[0] if same and elements > 1 else None
-
-    def _first_alike(self, rank: int, name: str) -> Step:
-        """The first other rank that holds the same of a gradient."""
-        about, key = self.ranks[rank], f"gradient/{name}"
-        alike = (one for one in self.ranks.values() if one.places.get(key) == about.places[key])
-        return next(one for one in (*alike, self.ranks[0]) if one is not about)
-
-    def _only_clipped_otherwise(self, name: str, rank: int) -> bool:
-        """Whether what a rank and the first other one have of a gradient differs by their factors of clipping."""
-        first = self._first_alike(rank, name).rank
-        if self.ranks[first].clipped(name) == self.ranks[rank].clipped(name):
-            return False
-        before = []
-        for one in (first, rank):
-            part = self.recording.part(one, self.verdict.step, f"gradient/{name}")
-            if part is None:
-                return False
-            before.append(part.double() / self.ranks[one].clipped(name))
-        if before[0].shape != before[1].shape:
-            return False
-        return float((before[0] - before[1]).norm()) <= SAME_NORM * float(before[0].norm())
-
-    @staticmethod
-    def _shares_a_model(first: Step, about: Step) -> bool:
-        """Whether two ranks hold different shards, which FSDP2 did not make."""
-        if about.rank in first.data_parallel:
-            return False
-        place = [one.data_parallel.index(one.rank) if one.data_parallel else 0 for one in (first, about)]
-        return place[0] == place[1] and _shards(first) != _shards(about)
 
     def unlike(self, module: str, ranks: list[int]) -> list[str]:
         """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
@@ -255,7 +167,7 @@ class Ranks:
             for own, other in zip(mine, clips, strict=False):
                 if not math.isfinite(own.norm) and not math.isfinite(other.norm):
                     return  # it is the gradient that is not finite
-                if not _same_norm(own.norm, other.norm):
+                if not is_same_norm(own.norm, other.norm):
                     self.verdict.wrong.append(
                         f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
                     )
@@ -455,16 +367,11 @@ class Ranks:
         if set(others) & set(self.ranks[first].data_parallel):
             return "FSDP2 divides the samples among them"
         held: dict[str, int] = {}  # the places of weights -> the first rank that has these
-        again = ((held.setdefault(_shards(self.ranks[rank]), rank), rank) for rank in twice.ranks)
+        again = ((held.setdefault(shards_of(self.ranks[rank]), rank), rank) for rank in twice.ranks)
         alike = next((pair for pair in again if pair[0] != pair[1]), None)
         if alike is None:
             return ""
         return f"ranks {alike[0]} and {alike[1]} hold the same weights: the samples are not divided among the ranks"
-
-
-def _shards(about: Step) -> str:
-    """Where the weights of a rank lie in the whole ones."""
-    return str([(name, places) for name, places in about.places.items() if name.startswith("weight/")])
 
 
 def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
@@ -476,7 +383,3 @@ def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
 
 def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
     return math.hypot(*(float(one.norm()) for one in tensors if one is not None))
-
-
-def _same_norm(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=SAME_NORM)

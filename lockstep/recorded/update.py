@@ -11,7 +11,7 @@ import torch
 from lockstep.ground.words import and_more
 from lockstep.recorded import between
 from lockstep.recorded.optimizer import CannotStep, Replay, Stepped, Weights
-from lockstep.recorded.ranks import NOT_REDUCED
+from lockstep.recorded.replicas import NOT_REDUCED
 from lockstep.recorder.recorded_step import Optimizer
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distances_of, relative
