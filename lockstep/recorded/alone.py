@@ -4,6 +4,8 @@ In a free pass, rounding errors pile up from the batch to the loss, and everythi
 tensors take the places of the computed ones, so what is wrong is wrong by itself.
 """
 
+from collections.abc import Collection
+
 import torch
 
 from lockstep.ground.words import and_more
@@ -74,9 +76,13 @@ class Alone:
         self.near.append(plain.gradients)
 
     def judge(
-        self, observed: Gradients, weights: torch.Tensor | None, clipped: dict[str, float]
+        self,
+        observed: Gradients,
+        weights: torch.Tensor | None,
+        clipped: dict[str, float],
+        zeros: Collection[str],
     ) -> list[Judgement]:
-        """All rows, in order of execution.
+        """All rows, in order of execution. `zeros` are those that are zero in a free pass.
 
         `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them
         before they are `clipped` by factors. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
@@ -91,7 +97,9 @@ class Alone:
         weights = self._measured(observed, weights, clipped, reduced_in)
         right = Sum(observed, self.right, weights, clipped)
         near = accumulated(Sum(observed, self.near, weights, clipped), reduced_in)
-        rows = self.verdict.gradients(observed, right, near, factors=self.factors, dtypes=reduced_in)
+        rows = self.verdict.gradients(
+            observed, right, near, factors=self.factors, dtypes=reduced_in, zeros=zeros
+        )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)
 
     def _reduced_in(self, observed: Gradients) -> dict[str, torch.dtype]:

@@ -27,7 +27,7 @@ from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
 from lockstep.verdict.alone import following, sentence
 from lockstep.verdict.gpu_arithmetic import arithmetic_of
-from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.judgement import Judgement, zeros_of
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.rows import StepVerdict, Wrong, described
@@ -326,7 +326,12 @@ class _Step:
             self.free.alone.add(called, *self.free.recorded(called), right, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
-        rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped)
+        elements = {name: one.numel() for name, one in self.recording.skeleton.named_parameters()}
+        free = [row for row in self.verdict.rows if row.kind == "gradient"]
+        zeros = zeros_of(
+            {row.name: (row.distance.norm, elements[row.name.removeprefix("gradient/")]) for row in free}
+        )
+        rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped, zeros)
         self.verdict.alone = rows
         self._say_gradients()
         first = next((row for row in rows if row.too_far), None)

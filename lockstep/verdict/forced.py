@@ -23,7 +23,7 @@ from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
-from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.judgement import Judgement, is_vector_gradient, zeros_of
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules
 from lockstep.verdict.normalisation import Sum
@@ -116,17 +116,17 @@ def plain_model(dump: Dump) -> "PreTrainedModel":
     return model
 
 
-def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module) -> Alone:
-    """All steps of a dump. `initial` has the weights before step 1; `exact_model` is in float64 (lockstep/verdict/float64.py)."""
+def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module) -> Alone:
+    """All steps of a dump. `reference` has the weights before step 1, and the gradients of a free pass; `exact_model` is in float64 (lockstep/verdict/float64.py)."""
     exact, plain = Forced(exact_model, dump, exact=True), Forced(near_model, dump, exact=False)
     rows: list[Judgement] = []
     choices: list[Chosen] = []
     for step in dump.steps:
-        before = initial if step == 1 else dump
+        before = reference if step == 1 else dump
         weights = [f"parameter/{name}" for name in dump.layout.parameters]
         inputs = [f"batch/{name}" for name in dump.samples.inputs]
         if before.has(step - 1, *weights) and dump.has(step, *inputs):  # a run that lacks tensors fails
-            found, chosen = _judge_step(dump, before, step, exact, plain)
+            found, chosen = _judge_step(dump, before, reference, step, exact, plain)
             rows += found
             choices += chosen
     for one in (exact, plain):
@@ -135,7 +135,7 @@ def judge(dump: Dump, initial: Dump, exact_model: torch.nn.Module, near_model: t
 
 
 def _judge_step(
-    dump: Dump, before: Dump, step: int, exact: Forced, plain: Forced
+    dump: Dump, before: Dump, reference: Dump, step: int, exact: Forced, plain: Forced
 ) -> tuple[list[Judgement], list[Chosen]]:
     for one in (exact, plain):
         one.model.zero_grad(set_to_none=True)
@@ -169,8 +169,20 @@ def _judge_step(
         arithmetic=arithmetic,
         kind="gradient/",
         factors=factors,
+        zeros=zeros_of(_sizes_of_vectors(reference, step, trained)),
     )
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
+
+
+def _sizes_of_vectors(reference: Dump, step: int, names: list[str]) -> dict[str, tuple[float, int]]:
+    """Of their gradients: those of biases may be zero in exact arithmetic."""
+    found = {}
+    for name in (f"gradient/{one}" for one in names):
+        known = reference.has(step, name)
+        if known and is_vector_gradient(name, reference.steps[step]["tensors"][name]):
+            tensor = reference.tensor(step, name)
+            found[name] = (float(tensor.norm()), tensor.numel())
+    return found
 
 
 def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:

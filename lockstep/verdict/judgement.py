@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -165,12 +165,20 @@ def add_pictures(
 
 
 class Yardstick:
-    """Distances of correct tensors, `found` by name: what the same tensors of others are judged by. `entries` has their shapes and dtypes."""
+    """Distances of correct tensors, `found` by name: what the same tensors of others are judged by. `entries` has their shapes and dtypes.
+
+    `zeros` are names that are known to be zero in exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave.
+    """
 
     def __init__(
-        self, found: dict[str, Distance], entries: dict[str, dict], precision: str, floor: float = FLOOR
+        self,
+        found: dict[str, Distance],
+        entries: dict[str, dict],
+        precision: str,
+        floor: float = FLOOR,
+        zeros: Collection[str] = (),
     ):
-        self.found, self.entries, self.precision = found, entries, precision
+        self.found, self.entries, self.precision, self.zeros = found, entries, precision, zeros
         self.floor = floor  # of tensors in float32
         self.noise = noise_of(found, entries, precision)
         # But for those that are zero in exact arithmetic: their relative errors say nothing of others.
@@ -178,20 +186,27 @@ class Yardstick:
             [
                 one
                 for name, one in found.items()
-                if is_vector_gradient(name, entries[name]) and not is_zero(one, self.noise[name], precision)
+                if is_vector_gradient(name, entries[name]) and not self._is_zero(name, one)
             ]
         )
 
     def tolerance(self, name: str, distance: Distance, times: float = 1.0) -> Size:
         """What is tolerated of a tensor; of the gradient of a vector, `times` as much."""
         noise, entry = self.noise.get(name), self.entries[name]
-        zero = noise is not None and is_zero(distance, noise, self.precision)
         vector = is_vector_gradient(name, entry)
-        found = measure(self.found[name], self.typical if vector else None, noise if zero else None)
+        found = measure(
+            self.found[name],
+            self.typical if vector else None,
+            noise if self._is_zero(name, distance) else None,
+        )
         floor = self.floor if entry["dtype"] == "F32" else FLOOR
         return tolerance(
             name, distance, found.times(times if vector else 1.0), ROUNDOFF[entry["dtype"]], floor
         )
+
+    def _is_zero(self, name: str, distance: Distance) -> bool:
+        noise = self.noise.get(name)
+        return name in self.zeros or (noise is not None and is_zero(distance, noise, self.precision))
 
 
 class OfDDP(Yardstick):
@@ -296,6 +311,13 @@ def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundof
     if distance is ddp:
         return Size(limit.norm * distance.change, limit.largest * distance.largest_change).or_more(floor)
     return ddp.errors.times(MULTIPLE).plus(floor)
+
+
+def zeros_of(sizes: dict[str, tuple[float, int]]) -> set[str]:
+    """Which tensors of a pass of the reference are zero in exact arithmetic, by the 2-norm and the number of elements of each."""
+    rms = {name: norm / math.sqrt(max(number, 1)) for name, (norm, number) in sizes.items()}
+    largest = max(rms.values(), default=0.0)
+    return {name for name, one in rms.items() if one <= ZERO * largest}
 
 
 def is_zero(distance: Distance, noise: Size, precision: str) -> bool:

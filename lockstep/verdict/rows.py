@@ -1,6 +1,6 @@
 """What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,7 @@ def judged(
     arithmetic: Arithmetic = CPU,
     kind: str = "",
     factors: Factors | None = None,
+    zeros: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] = {},
     where: Mapping[str, str] = {},
     rank: int | None = None,
@@ -123,7 +124,7 @@ def judged(
     """The recorded tensors of one pass against `right`, by the rule that strategies are judged by: `near` is the yardstick, in the run's dtypes.
 
     `kind` is what names of rows begin with where these are parameters. `factors` is told of the tensors, too, and `where` each is and on which `rank`. `dtypes` has those that some were
-    rounded to before; `precision` is "fp32" or "autocast".
+    rounded to before, and `zeros` are names of rows that are zero in exact arithmetic; `precision` is "fp32" or "autocast".
     """
     own: dict[str, Distance] = {}
     yardstick: dict[str, Distance] = {}
@@ -139,7 +140,7 @@ def judged(
             factors.add(
                 row, tensor, plain, reference, is_weight=bool(kind), where=where.get(row, ""), rank=rank
             )
-    measure = Yardstick(yardstick, entries, precision, arithmetic.floor)
+    measure = Yardstick(yardstick, entries, precision, arithmetic.floor, zeros)
     rows = [Judgement(step, row, one, *measure.tolerance(row, one)) for row, one in own.items()]
     add_pictures(
         rows,

@@ -122,3 +122,39 @@ def test_micro_batches_that_all_but_cancel(tmp_path, error, wrong):
 
     own = trained(tmp_path, Weighted(), 4, lambda net, number: net(given[number]) / 4, spoil)
     assert bool(step.judge(own, 1).wrong) == wrong
+
+
+class Attends(torch.nn.Module):
+    """The gradient of the bias of its keys is zero in exact arithmetic: softmax does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        query, key, value = (each(x) for each in (self.query, self.key, self.value))
+        return (query @ key.mT).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("more, wrong", [(0.0, set()), (1e-3, {"gradient/key.bias"})])
+def test_a_gradient_that_is_zero_in_exact_arithmetic(tmp_path, monkeypatch, more, wrong):
+    """What the run's rounding errors leave of it depends on the order in which rows are added up; here, the largest come last."""
+    torch.manual_seed(2)
+    net, arrived = Attends(), []
+    net.key.register_full_backward_hook(lambda *given: arrived.append(given[2][0].reshape(-1, 16).T))
+
+    def add_up(net):
+        [columns] = arrived
+        own = torch.stack([sum(column[column.abs().argsort()]) for column in columns])
+        net.key.bias.grad = own + more * net.query.bias.grad
+
+    own = trained(tmp_path, net, 1, lambda net, _: net(torch.randn(8, 64, 16)).square().mean(), add_up)
+    verdict = step.judge(own, 1)
+    assert {one.name for one in verdict.alone if one.too_far} == wrong and bool(verdict.wrong) == bool(wrong)
+    # Negative control: as one that is not known to be zero, it would be held against the yardstick's own order alone.
+    monkeypatch.setattr(step, "zeros_of", lambda _: set())
+    known, unknown = (
+        next(one for one in found.alone if one.name == "gradient/key.bias")
+        for found in (verdict, step.judge(own, 1))
+    )
+    assert known.tolerated > 1.5 * unknown.tolerated
