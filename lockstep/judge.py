@@ -98,6 +98,7 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
         [*before, recording],
         with_replacement=options.with_replacement,
         cut=steps[0].cut,
+        views=any(one.views for one in steps),
         recorded=0 if before else len(steps),
     )
     for one in other:

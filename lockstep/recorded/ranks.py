@@ -178,6 +178,16 @@ class Ranks:
                 )
                 return
 
+    def require_returned(self) -> None:
+        """Raises UserError where a loss depends on more of the forward pass than what the model returns: no reference knows how."""
+        called = next((one for one in self.micro if one.about.around is not None), None)
+        if called is not None:
+            of = f", such as the output of {called.about.around}" * bool(called.about.around)
+            raise UserError(
+                f"the loss of micro batch {called.number} of rank {called.ranks[0]} uses tensors of the forward pass that the model does not return{of}: "
+                "return them from forward, or let it keep them in an attribute of the module"
+            )
+
     def judge_unused(self, unused: list[Called]) -> None:
         first = min(one.number for one in self.micro)
         later = self.recording.steps[1:]
@@ -335,6 +345,9 @@ class Ranks:
         """Ranks that hold the same weights, whole or the same shards, are data-parallel, so they must see different samples."""
         for one, other in itertools.combinations(self.micro, 2):
             if one.first is not other.first and one.has_same(other.tensors, other.about):
+                if _are_views(one, other):
+                    self.verdict.views = True
+                    continue
                 self.verdict.wrong.append(
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )
@@ -372,6 +385,13 @@ class Ranks:
         if alike is None:
             return ""
         return f"ranks {alike[0]} and {alike[1]} hold the same weights: the samples are not divided among the ranks"
+
+
+def _are_views(one: Called, other: Called) -> bool:
+    """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
+    random = [called.random for called in (one, other)]
+    drawn = random[0] is not None and random[1] is not None and not torch.equal(random[0], random[1])
+    return drawn and one.ranks == other.ranks and other.about.together
 
 
 def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:

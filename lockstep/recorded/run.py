@@ -29,11 +29,13 @@ def judge(
     *,
     with_replacement: bool,
     cut: Sequence[tuple[int, ...]] = (),
+    views: bool = False,
     recorded: int = 0,
 ) -> RunVerdict:
     """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
 
-    `cut` are the ranks that have pieces of the same samples; `recorded` is how many steps, from the first on, are judged one by one.
+    `cut` are the ranks that have pieces of the same samples; `views`: the model is called several times with one batch, for as many views
+    of it; `recorded` is how many steps, from the first on, are judged one by one.
 
     Raises UserError if their ranks are not the same.
     """
@@ -41,6 +43,8 @@ def judge(
     if len({len(run) for run in runs}) > 1:
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
+    if views:
+        ranks = [[_without_views(step) for step in steps] for steps in ranks]
     with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
     verdict = RunVerdict(min(len(steps) for steps in ranks))
     if not verdict.steps:
@@ -81,6 +85,12 @@ def _in_turns(steps: list[RunStep]) -> list[RunStep]:
         else one
         for before, one in zip(steps[:1] + steps, steps, strict=False)
     ]
+
+
+def _without_views(step: RunStep) -> RunStep:
+    """Without the samples of a call that are those of the call before."""
+    calls = zip([[]] + step.samples, step.samples, strict=False)
+    return step.model_copy(update={"samples": [[] if own == before else own for before, own in calls]})
 
 
 def samples_by_step(ranks: list[list[RunStep]]) -> list[Counter[int]]:

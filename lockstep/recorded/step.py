@@ -162,6 +162,7 @@ class _Step:
         if problem:
             verdict.wrong.append(Wrong(problem, _taken_off(self.gradients)))
             return verdict
+        ranks.require_returned()
         ranks.judge_unused(self.unused)
         ranks.judge_skipped()
         ranks.judge_modes()

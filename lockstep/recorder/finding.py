@@ -43,7 +43,8 @@ class Finding:
         real: Callable[..., Any] = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # inside of a model that was found
+            # Inside of a model that was found, or of none that is trained
+            if torch.compiler.is_compiling() or torch.jit.is_tracing():
                 return real(module, *arguments, **options)
             own = list(module.parameters())
             trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
@@ -118,7 +119,7 @@ class Finding:
         self.loaders.close()
         HERE.clear()
 
-    def _see_start(self, process: Any, *_: object) -> None:
+    def _see_start(self, process: Any, *_: object, **__: object) -> None:
         """A process that is started gets what looks for its model."""
         if self.recorder is None and _may_train(process._target):  # else it is this process that trains
             self.started = True

@@ -92,13 +92,16 @@ def see_losses() -> Undo:
     real = {name: getattr(F, name) for name in FUNCTIONS}
     seen = {name: _seen(name, function) for name, function in real.items()}
     script: Callable[..., Any] = torch.jit.script
+    signature = inspect.signature(script)
 
     @functools.wraps(script)
     def compiled(*arguments: Any, **options: Any) -> Any:
-        """torch.jit.script compiles what torch's functions are written as."""
+        """torch.jit.script compiles what torch's functions are written as. It looks for names of a class where it is called, so here one frame up."""
         vars(F).update(real)
+        given = signature.bind(*arguments, **options)
+        given.arguments["_frames_up"] = given.arguments.get("_frames_up", 0) + 1
         try:
-            return script(*arguments, **options)
+            return script(*given.args, **given.kwargs)
         finally:
             vars(F).update(seen)
 

@@ -1,11 +1,16 @@
 """What a model returns: the loss, the logits, and any other tensors."""
 
+import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
 from lockstep.recorder import tree, wrapped
+
+RECORDS = (Distribution, types.SimpleNamespace)
 
 
 def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -38,10 +43,10 @@ def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], nam
             output[:] = each
             return output
         return type(output)(*each) if hasattr(output, "_fields") else type(output)(each)
-    if isinstance(output, dict) or not name:  # of other objects, those alone that the model itself returns
+    if isinstance(output, dict) or not name or _is_record(output):
         fields = _fields(output)
         for key, value in list(fields.items()):
-            if isinstance(value, (torch.Tensor, tuple, list, dict)):
+            if isinstance(value, (torch.Tensor, tuple, list, dict)) or _is_record(value):
                 fields[key] = mapped(value, change, f"{inside}{key}")
     return output
 
@@ -60,8 +65,16 @@ def map_left(
 
     for name, module in model.named_modules():
         for key, value in list(vars(module).items()):
-            if key not in tree.OWN and type(value) in (torch.Tensor, tuple, list, dict):
+            container = type(value) in (torch.Tensor, tuple, list, dict) or _is_record(value)
+            if key not in tree.OWN and container:
                 vars(module)[key] = mapped(value, made, f"{wrapped.clean(name)}:{key}")
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an object for a few values, some of them tensors. A cache, for instance, is more than that."""
+    if not (dataclasses.is_dataclass(value) or isinstance(value, RECORDS)) or isinstance(value, (type, dict)):
+        return False
+    return any(isinstance(one, torch.Tensor) or _is_record(one) for one in _fields(value).values())
 
 
 def _as_tuple(output: Any) -> tuple:

@@ -13,6 +13,7 @@ import torch
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder import wrapped
+from lockstep.recorder.patches import OUTPUT
 
 Keep = Callable[[str, torch.Tensor], None]
 Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
@@ -178,6 +179,8 @@ class ModuleHooks:
                 self.returned[id(other)] = other
             self.keep(place, tensor)
             if tensor.requires_grad:
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.metadata.setdefault(OUTPUT, name)  # type: ignore[attr-defined] # a property to mypy
                 # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
                 after_other_hooks(tensor, functools.partial(self._arrives, f"backward/{self.number}/{name}"))
         if not instead:

@@ -3,7 +3,7 @@
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.recorder import wrapped
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-COPY = "lockstep"  # in the metadata of the function that made a copy of what the model returns
+# In the metadata of the function that made a copy of what the model returns, and the output of a module
+COPY, OUTPUT = "lockstep", "lockstep.module"
 Undo = Callable[[], None]
 
 
@@ -31,7 +32,7 @@ def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
     real = getattr(place, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
-        see(*arguments)
+        see(*arguments, **options)
         return real(*arguments, **options)
 
     return replace(place, name, call)
@@ -124,23 +125,31 @@ def _model_s_own(one: Any) -> Any:
     return GradientEdge(*function.next_functions[0])
 
 
-def leaves_beside(roots: Any, since: int) -> Iterator[tuple[Node, int, torch.Tensor]]:
-    """(a function, the number of its input, the leaf that it is) of what a backward pass reaches, but not through copies of what the model returns.
+def reached_beside(
+    roots: Any, begun: int, returned: int
+) -> tuple[list[tuple[Node, int, torch.Tensor]], list[Node]]:
+    """What a backward pass reaches, but not through copies of what the model returns: leaves, and functions of the model's forward pass.
 
-    What was made before the function with the number `since`, such as in the model's own forward pass, is left out.
+    A leaf is (a function, the number of its input, the leaf). The forward pass made the functions from number `begun` on, before the copies, the
+    last of which is `returned`. What was made before it is left out.
     """
+    leaves, inside = list[tuple[Node, int, torch.Tensor]](), list[Node]()
     seen: set[Node] = set()
     left = [one.grad_fn for one in tree_leaves(roots)]
     while left:
         node = left.pop()
-        if node is None or node in seen or node._sequence_nr() < since or COPY in node.metadata:
+        if node is None or node in seen or COPY in node.metadata:
             continue
         seen.add(node)
+        if node._sequence_nr() < returned:
+            inside += [node] * (node._sequence_nr() >= begun)
+            continue
         for place, (after, _) in enumerate(node.next_functions):
             if type(after).__name__ == "AccumulateGrad":
-                yield node, place, after.variable
+                leaves.append((node, place, after.variable))
             else:
                 left.append(after)
+    return leaves, inside
 
 
 # Of each call of torch.autograd.grad that runs: what it gives the gradients of

@@ -51,6 +51,8 @@ class MicroBatch(Strict):
     reduce_dtype: Name | None = None  # and reduces gradients in
     casts_inputs: bool = False  # to the former dtype, what the model is called with
     used: bool
+    # A module whose output the loss uses though the model does not return it; "": a tensor that is no module's output
+    around: str | None = None
     asked: bool = False  # by torch.autograd.grad alone
     reached: bool = False  # by a backward pass
     zeroed: bool = False  # whether all gradients were set to zero after it, before the optimizers stepped

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, treespec_dumps
@@ -118,7 +118,7 @@ class Recorder(Updates):
             self.overflowed += 1
             self._begin()
 
-    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
+    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object, **__: object) -> None:
         self.scale = scaler.get_scale()  # 1 if it is not enabled
 
     def _counts(self, number: int) -> bool:
@@ -153,7 +153,7 @@ class Recorder(Updates):
     @torch.compiler.disable
     @harmless
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        if being_recomputed() or self._calls_itself():
+        if being_recomputed() or self._calls_itself() or torch.jit.is_tracing():
             return
         if not self._trains():
             self.whole_run.loaders.source = None  # the batch is of an evaluation
@@ -313,6 +313,8 @@ class Recorder(Updates):
         over = trains and not (self.removing and self.micro)
         if over or not torch.is_grad_enabled() or being_recomputed() or self._calls_itself():
             return None
+        if torch.jit.is_tracing():
+            return None
         loss, logits = outputs_of(output)
         if not trains:
             self.whole_run.see_evaluation(logits if loss is None else loss)
@@ -386,7 +388,7 @@ class Recorder(Updates):
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
     @harmless
-    def _see_backward(self, roots: Any, *gradients: object) -> None:
+    def _see_backward(self, tensors: Any, grad_tensors: Any = None, *_: object, **__: object) -> None:
         """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
         if being_recomputed():  # a reentrant checkpoint goes backward inside of the backward pass
             return
@@ -394,10 +396,14 @@ class Recorder(Updates):
             self.beside.pop().remove()
         if not self.micro or self.optimizers:
             return
-        self.root, self.arriving = losses.value_of(roots, *gradients[:1]), []
+        self.root, self.arriving = losses.value_of(tensors, grad_tensors), []
         # Of FSDP2, whole ones, which are in the places of their shards
         names = {id(one): wrapped.clean(name) for name, one in self.model.named_parameters()}
-        for node, place, leaf in patches.leaves_beside(roots, self.returned_at):
+        leaves, inside = patches.reached_beside(tensors, self.begun_at, self.returned_at)
+        if inside:
+            outputs = (cast(dict[str, Any], one.metadata).get(patches.OUTPUT) for one in inside)
+            self.micro[-1]["around"] = next(filter(None, outputs), "")
+        for node, place, leaf in leaves:
             if id(leaf) in names:
                 name = f"beside/{len(self.micro) - 1}/{names[id(leaf)]}"
                 handle = node.register_hook(functools.partial(self._see_beside, name, place))

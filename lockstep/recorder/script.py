@@ -9,6 +9,7 @@ import dis
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ class Script:
         self.path = path
         body = ast.parse(source, str(path)).body
         self.future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
-        self.statements = [(one, _bound(one)) for one in body if _only_binds(one)]
+        own = [one for one in body if _only_binds(one)]
+        inside = [one for statement in body if statement not in own for one in _binding(statement)]
+        # Of a name that several have, which one counts is not known
+        bound = Counter(name for one in own + inside for name in _bound(one))
+        own += [one for one in inside if all(bound[name] == 1 for name in _bound(one))]
+        self.statements = [(one, _bound(one)) for one in sorted(own, key=lambda one: one.lineno)]
 
     def needed(self, names: set[str], has_value: Callable[[str], bool]) -> set[str]:
         """These names of the script, and all that their definitions refer to; not what the names that have values are computed from."""
@@ -84,6 +90,13 @@ def _only_binds(statement: ast.stmt) -> bool:
     if isinstance(statement, (ast.If, ast.Try)):
         return all(_only_binds(one) for one in _inside(statement))
     return isinstance(statement, (*DEFINING, *ASSIGNING, ast.Pass))
+
+
+def _binding(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements inside of one that does more, such as `if __name__ == "__main__"`, that only bind."""
+    if isinstance(statement, (ast.If, ast.Try)):
+        for one in _inside(statement):
+            yield from [one] if _only_binds(one) else _binding(one)
 
 
 def _inside(statement: ast.If | ast.Try) -> Iterator[ast.stmt]:

@@ -82,6 +82,13 @@ def class_of(module: torch.nn.Module) -> type:
 
 class Describing:
     def __init__(self, model: torch.nn.Module):
+        compiled = next(
+            (n for n, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None
+        )
+        if compiled is not None:
+            raise UserError(
+                f"{compiled or 'the model'} was made by torch.jit, which leaves no class that it could be built of again; record the module that it was made of"
+            )
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
         # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
         own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside of DDP, an engine, torch.compile, checkpointing and Lightning's Fabric."""
-    while True:
+    while not isinstance(model, torch.jit.ScriptModule):  # which has its children in a class of its own
         model = model._modules.get("_original_module") or model
         for name in ("_orig_mod", "_checkpoint_wrapped_module", "module"):
             child = model._modules.get(name)
@@ -16,7 +16,8 @@ def inner(model: torch.nn.Module) -> torch.nn.Module:
                 model = child
                 break
         else:
-            return model
+            break
+    return model
 
 
 def clean(name: str) -> str:

@@ -46,6 +46,7 @@ class StepVerdict:
     )  # dtypes that it was computed in, but float32 and float64
     clipped: str = ""  # by how much, to be read after the gradient
     difference: str = ""  # of this mean from the one over all tokens, likewise
+    views: bool = False  # whether micro batches are the same samples, for other random numbers
     nothing: bool = False  # whether its loss has no gradient
     unseen: str = ""  # what is not judged, of the loss or of an optimizer
     tolerated_weights: float = 0.0
