@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
@@ -42,14 +44,20 @@ def after_other_hooks(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None]
     for the gradient of a fixed point, or of the loop."""
     if tensor.grad_fn is None:
         tensor.register_hook(hook)
-        return
-    place = tensor.output_nr
+    else:
+        before_function(tensor.grad_fn, tensor.output_nr, hook)
+
+
+def before_function(
+    function: Node, place: int, hook: Callable[[torch.Tensor | None], Any]
+) -> RemovableHandle:
+    """A hook on the gradient of one output of a function."""
 
     def of_function(arriving: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         other = hook(arriving[place])
         return None if other is None else (*arriving[:place], other, *arriving[place + 1 :])
 
-    tensor.grad_fn.register_prehook(of_function)
+    return function.register_prehook(of_function)
 
 
 class Hook:

@@ -51,7 +51,7 @@ from lockstep.recorder import (
 )
 from lockstep.recorder.kept import digest_of, generators, order_of
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
-from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks
+from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks, before_function
 from lockstep.recorder.optimizers import PLAIN
 from lockstep.recorder.state import state_of
 from lockstep.recorder.step import harmless
@@ -353,6 +353,10 @@ class Recorder(Updates):
             assert own.grad_fn is not None
             own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
             self.returned_at = own.grad_fn._sequence_nr()
+            if loss is not None and tensor is not loss and tensor.grad_fn is not None:
+                # A hook on the model's own tensor sees what its loss gives that, too, as one of DeepSpeed 0.18.6 on the logits.
+                register = functools.partial(before_function, tensor.grad_fn, tensor.output_nr)
+                own.register_hook = register  # type: ignore[method-assign]
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own

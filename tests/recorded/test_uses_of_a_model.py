@@ -108,6 +108,29 @@ def test_two_calls_with_one_batch(tmp_path, capsys, dropout, together, status):
     assert ("are the same samples" in out) == bool(status) and not (status == 0 and "seen again" in out)
 
 
+class WithLoss(Policy):
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores.square().mean(), scores
+
+
+@pytest.mark.parametrize("factor, status", [(None, 0), (0.5, 1)])
+def test_a_hook_on_logits_that_the_model_makes_its_loss_of(tmp_path, capsys, factor, status):
+    """It works as it does without a recording, whose copies the loop is given: DeepSpeed 0.18.6 halves there what the loss gives the logits."""
+
+    def backward(x):
+        loss, scores = model(x)
+        scores.register_hook(lambda gradient: factor and gradient * factor)
+        del scores
+        loss.backward()
+
+    torch.manual_seed(0)
+    model = WithLoss()
+    trained(tmp_path, model, backward)
+    found, out = judge.main([str(tmp_path)]), capsys.readouterr().out
+    assert found == status and ("0.5 times the reference's" in out) == bool(status), out
+
+
 def test_a_backward_pass_by_its_keyword(tmp_path, capsys):
     model = Policy()
     trained(tmp_path, model, lambda x: torch.autograd.backward(tensors=model(x).square().mean()))
