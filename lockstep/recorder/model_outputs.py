@@ -70,11 +70,14 @@ def map_left(
                 vars(module)[key] = mapped(value, made, f"{wrapped.clean(name)}:{key}")
 
 
-def _is_record(value: Any) -> bool:
-    """Whether it is an object for a few values, some of them tensors. A cache, for instance, is more than that."""
+def _is_record(value: Any, inside: int = 2) -> bool:
+    """Whether it is an object for a few values, some of them tensors, or such records `inside`. A cache, for instance, is more than that."""
     if not (dataclasses.is_dataclass(value) or isinstance(value, RECORDS)) or isinstance(value, (type, dict)):
         return False
-    return any(isinstance(one, torch.Tensor) or _is_record(one) for one in _fields(value).values())
+    values = _fields(value).values()
+    return any(
+        isinstance(one, torch.Tensor) or (inside > 0 and _is_record(one, inside - 1)) for one in values
+    )
 
 
 def _as_tuple(output: Any) -> tuple:

@@ -354,7 +354,7 @@ class Recorder(Updates):
             own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
             self.returned_at = own.grad_fn._sequence_nr()
             if loss is not None and tensor is not loss and tensor.grad_fn is not None:
-                # A hook on the model's own tensor sees what its loss gives that, too, as one of DeepSpeed 0.18.6 on the logits.
+                # A hook on the model's own tensor sees what its loss gives that, too, as one that a library puts on the logits.
                 register = functools.partial(before_function, tensor.grad_fn, tensor.output_nr)
                 own.register_hook = register  # type: ignore[method-assign]
             place = f"backward/{number}/returned.{name}"
