@@ -72,7 +72,8 @@ def map_left(
 
 def _is_record(value: Any, inside: int = 2) -> bool:
     """Whether it is an object for a few values, some of them tensors, or such records `inside`. A cache, for instance, is more than that."""
-    if not (dataclasses.is_dataclass(value) or isinstance(value, RECORDS)) or isinstance(value, (type, dict)):
+    kind = type(value)  # an object that was left out of a model does not say its class
+    if not (dataclasses.is_dataclass(kind) or issubclass(kind, RECORDS)) or issubclass(kind, dict):
         return False
     values = _fields(value).values()
     return any(
