@@ -622,7 +622,7 @@ def judged(new_folder):
     for name, steps in {**bugs, **dict.fromkeys(VARIANTS, 2), **dict.fromkeys(UNSEEN, 1)}.items():
         groups.setdefault(getattr(record_bugs, name).ranks, {})[name] = steps
     run_groups(
-        [(size, "record_bugs:run", folder / str(size), names) for size, names in groups.items()], timeout=800
+        [(size, "record_bugs:run", folder / str(size), names) for size, names in groups.items()], timeout=1600
     )
     return {name: folder / str(size) / name for size, names in groups.items() for name in names}
 

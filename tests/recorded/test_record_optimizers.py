@@ -52,7 +52,7 @@ NOT_JUDGED = {
 def judged(new_folder):
     folder = new_folder("optimizers")
     steps = dict.fromkeys([*RIGHT, *WRONG, *NOT_JUDGED], 2)  # what is kept of one step is in the next
-    run_groups([(2, "record_optimizers:run", folder, steps)], timeout=800)
+    run_groups([(2, "record_optimizers:run", folder, steps)], timeout=1600)
     return folder
 
 

@@ -230,7 +230,7 @@ def judged(new_folder):
     # A copy shows in the second step, and HeadTimesWorld is judged as a right loop, too.
     two = [*RIGHT, *REFUSED, "OneCopyLeft", "HeadTimesWorld"]
     steps = steps_of(WRONG) | dict.fromkeys(two, 2)
-    run_groups([(2, "record_strangers:run", folder, steps)], timeout=800)
+    run_groups([(2, "record_strangers:run", folder, steps)], timeout=1600)
     return folder
 
 
