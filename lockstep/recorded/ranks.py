@@ -391,6 +391,7 @@ def _are_views(one: Called, other: Called) -> bool:
     """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
     random = [called.random for called in (one, other)]
     drawn = random[0] is not None and random[1] is not None and not torch.equal(random[0], random[1])
+    drawn |= one.about.dropouts > 0 and other.about.dropouts > 0  # on a GPU
     return drawn and one.ranks == other.ranks and other.about.together
 
 

@@ -51,7 +51,7 @@ def after_other_hooks(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None]
 def before_function(
     function: Node, place: int, hook: Callable[[torch.Tensor | None], Any]
 ) -> RemovableHandle:
-    """A hook on the gradient of one output of a function."""
+    """A hook on the gradient of one output of a function. Where none arrives, though at another output, it is given None."""
 
     def of_function(arriving: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         other = hook(arriving[place])

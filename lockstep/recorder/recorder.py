@@ -35,7 +35,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, treespec_dumps
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
@@ -355,8 +357,9 @@ class Recorder(Updates):
             self.returned_at = own.grad_fn._sequence_nr()
             if loss is not None and tensor is not loss and tensor.grad_fn is not None:
                 # A hook on the model's own tensor sees what its loss gives that, too, as one that a library puts on the logits.
-                register = functools.partial(before_function, tensor.grad_fn, tensor.output_nr)
-                own.register_hook = register  # type: ignore[method-assign]
+                own.register_hook = functools.partial(  # type: ignore[method-assign]
+                    _register_hook, tensor.grad_fn, tensor.output_nr
+                )
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
@@ -432,6 +435,11 @@ class Recorder(Updates):
         gradient = gradients[place]
         if gradient is not None:
             self.kept.keep_shard(name, gradient, added=True)
+
+
+def _register_hook(function: Node, place: int, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+    """What a tensor's register_hook does, for the tensor that is this output of the function."""
+    return before_function(function, place, lambda gradient: None if gradient is None else hook(gradient))
 
 
 def _has_known_structure(value: Any) -> bool:
