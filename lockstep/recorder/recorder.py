@@ -357,9 +357,9 @@ class Recorder(Updates):
             self.returned_at = own.grad_fn._sequence_nr()
             if loss is not None and tensor is not loss and tensor.grad_fn is not None:
                 # A hook on the model's own tensor sees what its loss gives that, too, as one that a library puts on the logits.
-                own.register_hook = functools.partial(  # type: ignore[method-assign]
-                    _register_hook, tensor.grad_fn, tensor.output_nr
-                )
+                register = functools.partial(_register_hook, tensor.grad_fn, tensor.output_nr)
+                own.register_hook = register  # type: ignore[method-assign]
+                own.retain_grad = functools.partial(_retain_grad, weakref.ref(own), register)  # type: ignore[method-assign]
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
@@ -440,6 +440,20 @@ class Recorder(Updates):
 def _register_hook(function: Node, place: int, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
     """What a tensor's register_hook does, for the tensor that is this output of the function."""
     return before_function(function, place, lambda gradient: None if gradient is None else hook(gradient))
+
+
+def _retain_grad(copy: weakref.ref[torch.Tensor], register: Callable[..., RemovableHandle]) -> None:
+    """What a tensor's retain_grad does, for the tensor that it is a copy of."""
+
+    def keep(gradient: torch.Tensor) -> None:
+        own = copy()
+        if own is not None:  # it has what the loop alone gives it by now
+            own.grad = gradient
+
+    own = copy()
+    assert own is not None  # its method is called
+    torch.Tensor.retain_grad(own)
+    register(keep)
 
 
 def _has_known_structure(value: Any) -> bool:

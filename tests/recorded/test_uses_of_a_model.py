@@ -121,8 +121,9 @@ def test_a_hook_on_logits_that_the_model_makes_its_loss_of(tmp_path, capsys, fac
     def backward(x):
         loss, scores = model(x)
         scores.register_hook(lambda gradient: factor and gradient * factor)
-        del scores
+        scores.retain_grad()
         loss.backward()
+        assert torch.allclose(scores.grad, scores / 10 * (factor or 1))
 
     torch.manual_seed(0)
     model = WithLoss()
