@@ -327,11 +327,12 @@ class _Step:
             self.free.alone.add(called, *self.free.recorded(called), right, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         known = self.verdict.pieces == 1 and not any(LOG_PROBS in one.arrived for one in self.micro)
-        elements = {name: one.numel() for name, one in self.recording.skeleton.named_parameters()}
-        free = [row for row in self.verdict.rows if row.kind == "gradient"]
-        zeros = zeros_of(
-            {row.name: (row.distance.norm, elements[row.name.removeprefix("gradient/")]) for row in free}
-        )
+        free = {row.name: row.distance for row in self.verdict.rows if row.kind == "gradient"}
+        entries = {
+            f"gradient/{name}": {"shape": list(one.shape), "dtype": "F64"}
+            for name, one in self.recording.skeleton.named_parameters()
+        }
+        zeros = zeros_of(free, entries, self.verdict.precision)
         rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped, zeros)
         self.verdict.alone = rows
         self._say_gradients()

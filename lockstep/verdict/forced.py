@@ -20,6 +20,7 @@ from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.alone import Alone, digest_of, with_factors
 from lockstep.verdict.computed import Computed, Passes
+from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
@@ -169,20 +170,18 @@ def _judge_step(
         arithmetic=arithmetic,
         kind="gradient/",
         factors=factors,
-        zeros=zeros_of(_sizes_of_vectors(reference, step, trained)),
+        zeros=_zeros(reference, step, trained, precision),
     )
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
 
 
-def _sizes_of_vectors(reference: Dump, step: int, names: list[str]) -> dict[str, tuple[float, int]]:
-    """Of their gradients: those of biases may be zero in exact arithmetic."""
-    found = {}
-    for name in (f"gradient/{one}" for one in names):
-        known = reference.has(step, name)
-        if known and is_vector_gradient(name, reference.steps[step]["tensors"][name]):
-            tensor = reference.tensor(step, name)
-            found[name] = (float(tensor.norm()), tensor.numel())
-    return found
+def _zeros(reference: Dump, step: int, trained: list[str], precision: str) -> set[str]:
+    """Gradients that are zero in exact arithmetic: those of biases may be. Those of a step that the reference has not are not known."""
+    entries = reference.steps[step]["tensors"] if step in reference.steps else {}
+    names = (f"gradient/{name}" for name in trained)
+    vectors = (name for name in names if name in entries and is_vector_gradient(name, entries[name]))
+    tensors = {name: reference.tensor(step, name) for name in vectors}
+    return zeros_of({name: distance_of(one, one) for name, one in tensors.items()}, entries, precision)
 
 
 def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:

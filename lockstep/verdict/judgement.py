@@ -313,11 +313,10 @@ def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundof
     return ddp.errors.times(MULTIPLE).plus(floor)
 
 
-def zeros_of(sizes: dict[str, tuple[float, int]]) -> set[str]:
-    """Which tensors of a pass of the reference are zero in exact arithmetic, by the 2-norm and the number of elements of each."""
-    rms = {name: norm / math.sqrt(max(number, 1)) for name, (norm, number) in sizes.items()}
-    largest = max(rms.values(), default=0.0)
-    return {name for name, one in rms.items() if one <= ZERO * largest}
+def zeros_of(found: dict[str, Distance], entries: dict[str, dict], precision: str) -> set[str]:
+    """Which tensors of a free pass are zero in exact arithmetic. `found` and `entries` are as those of a Yardstick."""
+    noise = noise_of(found, entries, precision)
+    return {name for name, one in found.items() if is_zero(one, noise[name], precision)}
 
 
 def is_zero(distance: Distance, noise: Size, precision: str) -> bool:

@@ -152,7 +152,7 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic(tmp_path, monkeypatch, more
     verdict = step.judge(own, 1)
     assert {one.name for one in verdict.alone if one.too_far} == wrong and bool(verdict.wrong) == bool(wrong)
     # Negative control: as one that is not known to be zero, it would be held against the yardstick's own order alone.
-    monkeypatch.setattr(step, "zeros_of", lambda _: set())
+    monkeypatch.setattr(step, "zeros_of", lambda *_: set())
     known, unknown = (
         next(one for one in found.alone if one.name == "gradient/key.bias")
         for found in (verdict, step.judge(own, 1))
