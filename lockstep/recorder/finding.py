@@ -119,7 +119,7 @@ class Finding:
         self.loaders.close()
         HERE.clear()
 
-    def _see_start(self, process: Any, *_: object, **__: object) -> None:
+    def _see_start(self, process: Any, *_: object) -> None:
         """A process that is started gets what looks for its model."""
         if self.recorder is None and _may_train(process._target):  # else it is this process that trains
             self.started = True

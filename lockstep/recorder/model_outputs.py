@@ -46,8 +46,9 @@ def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], nam
     if isinstance(output, dict) or not name or _is_record(output):
         fields = _fields(output)
         for key, value in list(fields.items()):
-            if isinstance(value, (torch.Tensor, tuple, list, dict)) or _is_record(value):
-                fields[key] = mapped(value, change, f"{inside}{key}")
+            other = mapped(value, change, f"{inside}{key}")
+            if other is not value:
+                fields[key] = other
     return output
 
 

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder import wrapped
-from lockstep.recorder.patches import OUTPUT
 
+OUTPUT = "lockstep.module"  # in the metadata of a function: the module whose output it made
 Keep = Callable[[str, torch.Tensor], None]
 Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
 

@@ -1,6 +1,7 @@
 """What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -8,15 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.recorder import wrapped
+from lockstep.recorder.copies import original_of
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-# In the metadata of the function that made a copy of what the model returns, and the output of a module
-COPY, OUTPUT = "lockstep", "lockstep.module"
 Undo = Callable[[], None]
 
 
@@ -28,11 +28,12 @@ def replace(place: Any, name: str, own: Callable[..., Any]) -> Undo:
 
 
 def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
-    """Let `see` be told of every call of a method."""
+    """Let `see` be told of every call of a method. It is given arguments in their places, however they were said."""
     real = getattr(place, name)
+    signature = inspect.signature(real)
 
     def call(*arguments: Any, **options: Any) -> Any:
-        see(*arguments, **options)
+        see(*(signature.bind(*arguments, **options).args if options else arguments))
         return real(*arguments, **options)
 
     return replace(place, name, call)
@@ -117,41 +118,6 @@ def _number_of_elements(given: Any) -> int:
     return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
 
 
-def _model_s_own(one: Any) -> Any:
-    """What a loop means that asks for the gradient at the copy that it has: other outputs depend on what it is a copy of."""
-    function = getattr(one, "grad_fn", None)
-    if function is None or COPY not in function.metadata:
-        return one
-    return GradientEdge(*function.next_functions[0])
-
-
-def reached_beside(
-    roots: Any, begun: int, returned: int
-) -> tuple[list[tuple[Node, int, torch.Tensor]], list[Node]]:
-    """What a backward pass reaches, but not through copies of what the model returns: leaves, and functions of the model's forward pass.
-
-    A leaf is (a function, the number of its input, the leaf). The forward pass made the functions from number `begun` on, before the copies, the
-    last of which is `returned`. What was made before it is left out.
-    """
-    leaves, inside = list[tuple[Node, int, torch.Tensor]](), list[Node]()
-    seen: set[Node] = set()
-    left = [one.grad_fn for one in tree_leaves(roots)]
-    while left:
-        node = left.pop()
-        if node is None or node in seen or COPY in node.metadata:
-            continue
-        seen.add(node)
-        if node._sequence_nr() < returned:
-            inside += [node] * (node._sequence_nr() >= begun)
-            continue
-        for place, (after, _) in enumerate(node.next_functions):
-            if type(after).__name__ == "AccumulateGrad":
-                leaves.append((node, place, after.variable))
-            else:
-                left.append(after)
-    return leaves, inside
-
-
 # Of each call of torch.autograd.grad that runs: what it gives the gradients of
 ASKED: list[list[Any]] = []
 
@@ -165,7 +131,7 @@ def see_asking() -> Undo:
         inputs = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else [*inputs]
         ASKED.append(inputs)
         try:
-            return real(outputs, [_model_s_own(one) for one in inputs], *arguments, **options)
+            return real(outputs, [original_of(one) for one in inputs], *arguments, **options)
         finally:
             ASKED.pop()
 

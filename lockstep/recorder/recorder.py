@@ -35,9 +35,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, treespec_dumps
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
@@ -51,9 +49,10 @@ from lockstep.recorder import (
     surroundings,
     wrapped,
 )
+from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.kept import digest_of, generators, order_of
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
-from lockstep.recorder.module_hooks import Hook, ModuleHooks, after_other_hooks, before_function
+from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks
 from lockstep.recorder.optimizers import PLAIN
 from lockstep.recorder.state import state_of
 from lockstep.recorder.step import harmless
@@ -120,7 +119,7 @@ class Recorder(Updates):
             self.overflowed += 1
             self._begin()
 
-    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object, **__: object) -> None:
+    def _see_scaling(self, scaler: torch.amp.GradScaler, *_: object) -> None:
         self.scale = scaler.get_scale()  # 1 if it is not enabled
 
     def _counts(self, number: int) -> bool:
@@ -155,7 +154,7 @@ class Recorder(Updates):
     @torch.compiler.disable
     @harmless
     def _see_call(self, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        if being_recomputed() or self._calls_itself() or torch.jit.is_tracing():
+        if self._is_beside():
             return
         if not self._trains():
             self.whole_run.loaders.source = None  # the batch is of an evaluation
@@ -294,6 +293,10 @@ class Recorder(Updates):
                 given |= given.pop(name, {})
         return given
 
+    def _is_beside(self) -> bool:
+        """Whether a call of the model is none that the loop makes to have what it returns."""
+        return being_recomputed() or self._calls_itself() or torch.jit.is_tracing()
+
     def _calls_itself(self) -> bool:
         """Whether the model is called inside of its own call, such as a loss that is its forward method, too."""
         frame, calls = sys._getframe(), 0
@@ -310,12 +313,10 @@ class Recorder(Updates):
     @torch.compiler.disable
     @harmless
     def _see_output(self, _module: torch.nn.Module, _arguments: tuple, output: Any) -> Any:
-        """Gives the loop copies of what the model returns: at them, only what the loop itself makes of each arrives, not what the model does."""
+        """Gives the loop copies of what the model returns (lockstep/recorder/copies.py)."""
         trains = self._trains()
         over = trains and not (self.removing and self.micro)
-        if over or not torch.is_grad_enabled() or being_recomputed() or self._calls_itself():
-            return None
-        if torch.jit.is_tracing():
+        if over or not torch.is_grad_enabled() or self._is_beside():
             return None
         loss, logits = outputs_of(output)
         if not trains:
@@ -350,16 +351,10 @@ class Recorder(Updates):
                 self._see_module(f"forward/{number}/returned.{name}", tensor)
             if not tensor.requires_grad:
                 return tensor
-            own = tensor.clone()  # which the loop may change in place
+            own = copy_of(tensor, has_its_hooks=loss is not None and tensor is not loss)
             copies.add(id(own))
             assert own.grad_fn is not None
-            own.grad_fn.metadata[patches.COPY] = True  # type: ignore[index] # a property to mypy
             self.returned_at = own.grad_fn._sequence_nr()
-            if loss is not None and tensor is not loss and tensor.grad_fn is not None:
-                # A hook on the model's own tensor sees what its loss gives that, too, as one that a library puts on the logits.
-                register = functools.partial(_register_hook, tensor.grad_fn, tensor.output_nr)
-                own.register_hook = register  # type: ignore[method-assign]
-                own.retain_grad = functools.partial(_retain_grad, weakref.ref(own), register)  # type: ignore[method-assign]
             place = f"backward/{number}/returned.{name}"
             after_other_hooks(own, functools.partial(self._arrives, about, place, value))
             return own
@@ -395,7 +390,7 @@ class Recorder(Updates):
             about["scalars"][name] = about["scalars"].get(name, 0.0) + float(gradient)
 
     @harmless
-    def _see_backward(self, tensors: Any, grad_tensors: Any = None, *_: object, **__: object) -> None:
+    def _see_backward(self, roots: Any, *gradients: object) -> None:
         """A loss of the loop's own may depend on parameters themselves, such as weights of its terms, or a head that the model does not call."""
         if being_recomputed():  # a reentrant checkpoint goes backward inside of the backward pass
             return
@@ -403,12 +398,12 @@ class Recorder(Updates):
             self.beside.pop().remove()
         if not self.micro or self.optimizers:
             return
-        self.root, self.arriving = losses.value_of(tensors, grad_tensors), []
+        self.root, self.arriving = losses.value_of(roots, *gradients[:1]), []
         # Of FSDP2, whole ones, which are in the places of their shards
         names = {id(one): wrapped.clean(name) for name, one in self.model.named_parameters()}
-        leaves, inside = patches.reached_beside(tensors, self.begun_at, self.returned_at)
+        leaves, inside = reached_beside(roots, self.begun_at, self.returned_at)
         if inside:
-            outputs = (cast(dict[str, Any], one.metadata).get(patches.OUTPUT) for one in inside)
+            outputs = (cast(dict[str, Any], one.metadata).get(OUTPUT) for one in inside)
             self.micro[-1]["around"] = next(filter(None, outputs), "")
         for node, place, leaf in leaves:
             if id(leaf) in names:
@@ -435,25 +430,6 @@ class Recorder(Updates):
         gradient = gradients[place]
         if gradient is not None:
             self.kept.keep_shard(name, gradient, added=True)
-
-
-def _register_hook(function: Node, place: int, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
-    """What a tensor's register_hook does, for the tensor that is this output of the function."""
-    return before_function(function, place, lambda gradient: None if gradient is None else hook(gradient))
-
-
-def _retain_grad(copy: weakref.ref[torch.Tensor], register: Callable[..., RemovableHandle]) -> None:
-    """What a tensor's retain_grad does, for the tensor that it is a copy of."""
-
-    def keep(gradient: torch.Tensor) -> None:
-        own = copy()
-        if own is not None:  # it has what the loop alone gives it by now
-            own.grad = gradient
-
-    own = copy()
-    assert own is not None  # its method is called
-    torch.Tensor.retain_grad(own)
-    register(keep)
 
 
 def _has_known_structure(value: Any) -> bool:

@@ -88,7 +88,7 @@ class Recorded:
             patches.see_calls(
                 FullyShardedDataParallel,
                 "__init__",
-                lambda *given, **_: parallelism.require_not_fsdp1(self.model, given),
+                lambda *given: parallelism.require_not_fsdp1(self.model, given),
             )
         ]
         self.always: list[Callable[[], None]] = []  # removed at the end of the run

@@ -74,7 +74,7 @@ class Updates(Recorded):
         held = (group["params"] for one in self.optimizers for group in one["groups"])
         return any(name in params for params in held for name in names)
 
-    def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
+    def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A loop may skip a step whose norm is too large."""
         if self.optimizers:  # have stepped: what is set to zero now, counted
             return

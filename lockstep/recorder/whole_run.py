@@ -247,7 +247,7 @@ class WholeRun:
         # Some libraries step once before the first call, so that the optimizer has its memory.
         self.updating, self.stepped = False, self.called
 
-    def _see_schedule(self, schedule: object, *_: object, **__: object) -> None:
+    def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
         if caller != "torch":  # which steps a schedule once when it is made
             self.scheduled.setdefault(id(schedule), []).append(caller)
