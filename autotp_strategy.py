@@ -153,7 +153,8 @@ class Stage1And2(Stage0):
     def step(self, max_grad_norm: float) -> float:
         self.engine.step()  # clips
         norm = float(self.engine.get_global_grad_norm())
-        return norm if norm >= 0 else float("nan")  # DeepSpeed's sign for a norm that is not finite is -1
+        # DeepSpeed's sign for a norm that is not finite is -1
+        return norm if norm >= 0 else float("nan")
 
     def clipped_norm(self) -> float | None:
         return None
@@ -187,7 +188,8 @@ class Stage3(Stage1And2):
         return groups
 
     def sums_over_cp(self) -> bool:
-        return not self.engine.optimizer.reduce_scatter  # which averages over all ranks (docs/findings.md)
+        # reduce_scatter averages over all ranks (docs/findings.md)
+        return not self.engine.optimizer.reduce_scatter
 
     def num_stepped(self) -> int:
         return sum(
@@ -234,7 +236,8 @@ class AutoTPStrategy:
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed takes the GPU of a machine that has one
+            # Without this, DeepSpeed takes the GPU of a machine that has one
+            os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
         warnings.filterwarnings(

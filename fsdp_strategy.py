@@ -49,7 +49,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 # colwise weight and the matching input columns of the rowwise weight after it, whose partial products are summed.
 #   y = sum_r f(x A_r) B_r        (Megatron-LM, arXiv 1909.08053, section 3)
 STYLES: dict[str, ParallelStyle] = {
-    "colwise": ColwiseParallel(),  # whole heads, whole KV heads, columns of the MLP; with their bias
+    # whole heads, whole KV heads, columns of the MLP; with their bias
+    "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     # One norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the gradient:
     # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
@@ -324,7 +325,8 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_par
     """Cut the model by its `tp_plan`, in place. Its loss is then computed on vocabulary shards."""
     tied = modules.is_tied(model)
     plan = tp_plan(model, sequence_parallel=sequence_parallel)
-    parallelize_module(model, tp_mesh, plan, src_data_rank=None)  # all ranks hold equal weights already
+    # All ranks hold equal weights already
+    parallelize_module(model, tp_mesh, plan, src_data_rank=None)
     if tied:  # parallelize_module makes a new Parameter of each; make them one again
         model.get_submodule(HEAD).weight = model.get_submodule(EMBEDDING).weight
     first_id, _ = share(

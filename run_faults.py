@@ -509,7 +509,8 @@ def in_temporary_folder(options: argparse.Namespace) -> int:
         failed = True
         raise
     finally:
-        for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
+        # What is in a folder before the folder
+        for path in sorted(folder.rglob("*"), reverse=True):
             with contextlib.suppress(OSError):  # a folder with a log in it
                 if path.is_dir():
                     path.rmdir()

@@ -60,7 +60,8 @@ SET_HERE = (
     "--storage_path",
     "--experiment_name",
 )
-Planned = tuple[Run, list[str], Config]  # a run, the flags that it alone has, and what comes of them
+# A run, the flags that it alone has, and what comes of them
+Planned = tuple[Run, list[str], Config]
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -119,7 +119,8 @@ def main() -> int:
     parser.add_argument("--work_dir", type=Path, default=Path("runs/gpu_tests"))
     parser.add_argument("--output", type=output('{\n "device": '), default=Path("runs/gpu_tests.json"))
     options = parser.parse_args()
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # this process forks, so it makes no CUDA context
+    # This process forks, so it makes no CUDA context
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     folder = options.work_dir.absolute()
     path = os.pathsep.join(str(folder / room) for room in ("tests", "tests/recorded"))
     if not folder.is_dir():  # begins once more, where the copies are

@@ -175,7 +175,8 @@ def table(rows: dict[str, dict]) -> str:
     ]
     for name, row in sorted(rows.items()):
         runs = row.get("runs", {})
-        cells = [f"{run['verdict']} {run['nearest']:.2f}" for run in runs.values()]  # in their order
+        # In their order
+        cells = [f"{run['verdict']} {run['nearest']:.2f}" for run in runs.values()]
         cells += [""] * (3 - len(cells))
         first = next((run["first"][0][2] for run in runs.values() if run["first"]), "")
         lines.append(f"| {name} | {' | '.join(cells)} | {row.get('said', '') or first} |")

@@ -21,7 +21,8 @@ from outputs import output
 from lockstep.ground.files import write_result
 
 ROOT = Path(__file__).parents[1]
-OLDER = "a50ed17"  # each script is started while the run before it trains, in one Ray instance; the control is a run of its own
+# Each script is started while the run before it trains, in one Ray instance; the control is a run of its own
+OLDER = "a50ed17"
 SETTINGS = {"PYTHON": sys.executable, "DEVICE": "cpu", "PRECISION": "fp32"}
 # What a phase ends with. The first three are gone through once in each of the runs.
 EVERY_RUN = {

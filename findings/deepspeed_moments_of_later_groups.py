@@ -20,7 +20,8 @@ def check() -> tuple[bool, str]:
     engine = deepspeed_engine({}, two_groups)
     train_a_step(engine)
     layer = engine.module.model.layers[0]
-    assert safe_get_full_optimizer_state(layer.mlp.up_proj.weight, "exp_avg") is not None  # the first group's
+    # The first group's
+    assert safe_get_full_optimizer_state(layer.mlp.up_proj.weight, "exp_avg") is not None
     try:
         moment = safe_get_full_optimizer_state(layer.input_layernorm.weight, "exp_avg")
     except ValueError as error:

@@ -15,7 +15,8 @@ def check() -> tuple[bool, str]:
     wrong = [
         name
         for name, parameter in parameters.items()
-        if not torch.equal(safe_get_full_fp32_param(parameter), parameter)  # no step yet, and all is float32
+        # No step yet, and all is float32
+        if not torch.equal(safe_get_full_fp32_param(parameter), parameter)
     ]
     return bool(wrong), f"not the weights of the parameter asked for: {len(wrong)} of {len(parameters)}"
 

@@ -10,7 +10,8 @@ if __name__ == "__main__":
 
     from lockstep.ground import startup
 
-    startup.begin(startup.JUDGING)  # first: from now on Ctrl-C and a missing package are one line each
+    # First: from now on Ctrl-C and a missing package are one line each
+    startup.begin(startup.JUDGING)
     # torch then asks for large pages: a third of the judge's time went into the faults of small ones.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -194,7 +194,8 @@ def _run_in_place(config: Config, inputs: Inputs, make_strategy: "MakeStrategy")
             raise
         except Exception as error:
             if processes.LOST.search(str(error)):
-                time.sleep(PATIENCE)  # the rank that ended has said why, and the launcher ends this one
+                # The rank that ended has said why, and the launcher ends this one
+                time.sleep(PATIENCE)
             traceback.print_exc()
             raise RankFailure(
                 f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"

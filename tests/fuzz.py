@@ -6,8 +6,33 @@ import resource
 import signal
 from pathlib import Path
 
-ODD = [None, True, False, "", "x", "\x1b[2J", "\ud800", "9" * 70000, [], {}, [[]], {"a": {"b": {"c": None}}},
-       0, -1, 1.5, 1e308, -1e308, 5e-324, 2**70, 10**400, -(10**400), float("nan"), float("inf"), float("-inf")]  # fmt: skip
+ODD = [
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "\x1b[2J",
+    "\ud800",
+    "9" * 70000,
+    [],
+    {},
+    [[]],
+    {"a": {"b": {"c": None}}},
+    # fmt: skip
+    0,
+    -1,
+    1.5,
+    1e308,
+    -1e308,
+    5e-324,
+    2**70,
+    10**400,
+    -(10**400),
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 
 
 def places(value, path=()):

@@ -21,11 +21,13 @@ from accelerate import (
 from torch.utils.data import DataLoader
 from trainer import Samples, model
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or DeepSpeed compiles it, for a minute
+# Without this, DeepSpeed compiles it, which takes a minute
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def accelerator_for(options):
-    PartialState(cpu=True)  # Accelerator(cpu=True) leaves a plugin out without a word, and trains with DDP
+    # Accelerator(cpu=True) leaves a plugin out without a word, and trains with DDP
+    PartialState(cpu=True)
     if options.strategy == "deepspeed":
         plugin = DeepSpeedPlugin(
             zero_stage=options.stage,

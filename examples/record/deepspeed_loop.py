@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer import Samples, model
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or DeepSpeed compiles it, for a minute
+# Without this, DeepSpeed compiles it, which takes a minute
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main():

@@ -20,7 +20,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer import LENGTH, Samples, model
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or DeepSpeed compiles it, for a minute
+# Without this, DeepSpeed compiles it, which takes a minute
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Placed(Samples):

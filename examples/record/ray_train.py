@@ -46,7 +46,8 @@ def train_deepspeed(options):
 
     import lockstep
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for a minute
+    # Without this, DeepSpeed compiles it, which takes a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,

@@ -73,7 +73,8 @@ def of(config: "Config", architecture: dict, *, whole_layers: bool = False) -> A
 
 def local_architecture(architecture: dict, tp_size: int) -> dict:
     """The model that a tp rank holds: whole heads, columns of the MLP, rows of the vocabulary (the first rank's, where they do not divide)."""
-    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # they may be another rank's
+    # These ids may belong to another rank's part of the vocabulary
+    no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     if tp_size == 1:
         return {**architecture, **no_ids}
     heads = architecture["num_attention_heads"]

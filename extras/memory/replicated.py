@@ -16,7 +16,8 @@ from extras.memory.plan import (
 )
 from lockstep.plan import ddp
 
-BROADCAST = 250 << 20  # bytes that DDP joins to broadcast its weights (torch.nn.parallel.distributed)
+# Bytes that DDP joins to broadcast its weights (torch.nn.parallel.distributed)
+BROADCAST = 250 << 20
 FIRST_BUCKET = 1 << 20  # bytes of DDP's first bucket, if no size is given
 
 
@@ -39,7 +40,8 @@ def plan(rank: Rank) -> Plan:
             START: Moment(parameters=size, temporary=max(size, min(size, BROADCAST))),
             LOSS: rank.at_loss(size, size + earlier, optimizer),
             END_OF_BACKWARD: most(
-                rank.at_end(size, size + max(before, earlier), optimizer),  # the bucket is there before
+                # The bucket is there before
+                rank.at_end(size, size + max(before, earlier), optimizer),
                 Moment(size, size + second, optimizer, 0, copy),
             ),
             UPDATE: Moment(size, size + second, optimizer, 0, copy + max(rank.norm(numel), rank.step(numel))),

@@ -118,7 +118,8 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
     kept = sum(owned(group, dp) for group in split) * width  # gradients of this rank's share
     all_of_them, numel = rank.elements * width, largest(rank.shapes)
     oversized = numel > sizes["reduce_bucket_size"]
-    filled = 2 * numel * width if oversized else min(bucket, all_of_them)  # the gradient, and its flat copy
+    # The gradient, and its flat copy
+    filled = 2 * numel * width if oversized else min(bucket, all_of_them)
     state = share * (1 + rank.moments)
     offloaded = zero.of(config).offload_optimizer != "none"
     accumulates = config.gradient_accumulation_steps > 1

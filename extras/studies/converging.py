@@ -38,7 +38,8 @@ from lockstep.ground.schemas import Name, Strict
 OTHER, SAME = "other seeds", "same seeds"
 FEWEST_OTHERS = 4  # seeds of the control beside those of a run: a spread of fewer says little
 MOST_TRIALS = 500  # of the count of false alarms
-ULPS = 2  # between the losses of two correct runs in their first steps (lockstep/verdict/loss_tolerance.py, MEAN_ULPS)
+# Between the losses of two correct runs in their first steps (lockstep/verdict/loss_tolerance.py, MEAN_ULPS)
+ULPS = 2
 Losses = np.ndarray  # (seeds, steps) or (seeds, windows)
 
 
@@ -64,7 +65,8 @@ class Outcome:
     """What one of the two tests says of a run."""
 
     test: str
-    differences: list[float]  # of each window, in nats; for the same seeds as a multiple of the twin's
+    # Of each window, in nats; for the same seeds as a multiple of the twin's
+    differences: list[float]
     tolerated: list[float]
     found_after: int | None  # steps, up to the end of the first window with an alarm
 
@@ -127,7 +129,8 @@ def drift(run: Losses, control: Losses) -> Losses:
 
 
 def _outcome(told: Converging, test: str, differences: Losses, tolerated: Losses) -> Outcome:
-    alarms = np.flatnonzero(~(np.abs(differences) <= tolerated))  # a loss that is not a number is one
+    # A loss that is not a number is one
+    alarms = np.flatnonzero(~(np.abs(differences) <= tolerated))
     after = (int(alarms[0]) + 1) * told.window if len(alarms) else None
     return Outcome(test, differences.tolist(), tolerated.tolist(), after)
 

@@ -88,8 +88,10 @@ class Vary(Strict):
     )
     options: Annotated[dict[Option, VariedValues], Field(min_length=1)]
     alone: dict[Option, VariedValues] = {}  # options that are varied one by one only
-    needs: dict[Option, dict[Option, Values]] = {}  # of an option, or of one value of it (`place_of`)
-    differs: dict[Option, Name] = {}  # options that change numbers by design, and how: measured, not judged
+    # Of an option, or of one value of it (`place_of`)
+    needs: dict[Option, dict[Option, Values]] = {}
+    # options that change numbers by design, and how: measured, not judged
+    differs: dict[Option, Name] = {}
 
 
 class Study(Strict):
@@ -113,7 +115,8 @@ class Planned:
     name: str  # in file names
     differs: str | None  # why it need not agree with the control
     against: str | None  # the run that it is judged by, if that is not the control
-    is_base: bool  # another run is judged by it: it has a folder of histories, and a control run, of its own
+    # another run is judged by it: it has a folder of histories, and a control run, of its own
+    is_base: bool
     fault: str | None
     arguments: tuple[str, ...]  # flags of its training script
     config: Config
@@ -261,7 +264,8 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     arguments += ["--loss_output_dir", losses, "--storage_path", losses]
     if name != BASELINE:
         arguments += ["--run_name", name]
-    if study.tensors and run.differs is None and run.against is None:  # the reference is the control's
+    # The reference is the control's
+    if study.tensors and run.differs is None and run.against is None:
         arguments += [
             "--capture_dir",
             str(folder / "tensors"),

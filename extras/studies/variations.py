@@ -121,7 +121,8 @@ def one_by_one(vary: Vary, shared: Flags) -> list[Case]:
             neighbour = names.setdefault(_key(without), f"base-{len(cases):02}")
             cases.setdefault(neighbour, Case(neighbour, without))
             name = names.setdefault(_key(choice), f"alone-{len(cases):02}")
-            cases[name] = Case(name, choice, option, neighbour)  # it may have been there as a neighbour
+            # The case may have been there as a neighbour
+            cases[name] = Case(name, choice, option, neighbour)
     return list(cases.values())
 
 

@@ -11,7 +11,8 @@ from lockstep.diagnosis.case import LEFT, Case, describe
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
-NEARER = 1.05  # the norms of rounding errors of two explanations, as a quotient, that are no accident
+# The norms of rounding errors of two explanations, as a quotient, that are no accident
+NEARER = 1.05
 
 
 def reported_loss(case: Case) -> Cause | None:

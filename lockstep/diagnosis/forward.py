@@ -215,7 +215,8 @@ def sum_over_tp(case: Case) -> Cause | None:
                 "tp reduction missing",
                 f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",
             )
-    if "tp" in case.sharded(case.first) and case.mesh.cp == 1:  # each rank keeps its own positions of the sum
+    # Each rank keeps its own positions of the sum
+    if "tp" in case.sharded(case.first) and case.mesh.cp == 1:
         cut = [share.chunk(tp, 1)[rank] for rank, share in enumerate(shares)]
         if case.explains(case.first, torch.cat(cut, 1)):
             return Cause(

@@ -37,7 +37,8 @@ def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
         and case.has("batch/input_ids")
     ):
         ids, shares, first = case.own("batch/input_ids").long(), [], 0
-        for (rows,) in case.shares(name, "tp", before):  # an embedding: an id of another rank looks up zeros
+        # An embedding: an id of another rank looks up zeros
+        for (rows,) in case.shares(name, "tp", before):
             mine = (ids >= first) & (ids < first + len(rows))
             shares.append(rows[(ids - first).clamp(0, len(rows) - 1)] * mine[..., None])
             first += len(rows)

@@ -318,7 +318,8 @@ class Capture:
 
     def _see_gradient(self, name: str, row: int, gradient: torch.Tensor) -> None:
         if (name, row) in self.gradients_seen:
-            return  # a zero-bubble schedule computes the gradients of weights later, from this gradient again
+            # A zero-bubble schedule computes the gradients of weights later, from this gradient again
+            return
         self.gradients_seen.add((name, row))
         local = self._with_sequence(name, _local(gradient)) / self.loss_shares
         self._try(self._write_placed, f"backward/{name}", local, self.layout.outputs[name], row)

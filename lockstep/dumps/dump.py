@@ -241,7 +241,8 @@ class Dump:
             raise UserError(f"{self.folder}: step {step} has no {name}; {REMEDY}")
         _, dtype, shape = self._places[step][name]
         whole = torch.empty(shape, dtype=TORCH[dtype])
-        for block in self.blocks(step, name, max(whole.numel(), 1)):  # to the end: the checksum is verified
+        # To the end: the checksum is verified
+        for block in self.blocks(step, name, max(whole.numel(), 1)):
             whole = block.reshape(shape)
         return whole
 

@@ -35,7 +35,8 @@ from lockstep.plan.config import tokens_per_step
 
 FORMAT = 4
 BEGINS = b'{"format": '  # every history file
-PARTS = ("run", "contract", "weights", "ended")  # of the file, beside its format, the steps and the seal
+# Of the file, beside its format, the steps and the seal
+PARTS = ("run", "contract", "weights", "ended")
 
 SAVE_INTERVAL = 1.0  # seconds; a killed run loses the steps of so much time
 
@@ -47,7 +48,8 @@ class History:
     run: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     contract: dict[str, Any] | None = None
-    weights: dict[str, Any] = field(default_factory=dict)  # empty until they are known: null in the file
+    # Empty until they are known: null in the file
+    weights: dict[str, Any] = field(default_factory=dict)
     ended: str | None = None
     _lines: list[str] = field(default_factory=list, repr=False)
     _saved: float = field(default=-math.inf, repr=False)  # time.monotonic() of the last save
@@ -116,7 +118,8 @@ class HeldOut(Strict):
 
     sequences: Count
     loss: header.Loss  # nats per token
-    accuracy: Annotated[Finite, Field(ge=0, le=1)]  # how often the next token is the most likely one
+    # How often the next token is the most likely one
+    accuracy: Annotated[Finite, Field(ge=0, le=1)]
 
 
 class Run(header.Run):

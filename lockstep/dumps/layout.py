@@ -37,7 +37,8 @@ class Choice(Strict):
     call: Whole  # the number of the call of `torch.topk` in a forward pass, from 0
     width: Whole  # the number of scores that it chooses from
     scores: str  # the captured tensor that the scores are computed from; "" if there is none
-    number: Whole  # how many are chosen where the captured tensor has their logits; 0: it has the indices
+    # How many are chosen where the captured tensor has their logits; 0: it has the indices
+    number: Whole
 
     def of(self, captured: "torch.Tensor") -> "torch.Tensor":
         """The indices."""
@@ -57,12 +58,16 @@ class Layout(Strict):
     backward: schemas.Names  # those of them that have a gradient, in order of the backward pass
     # module -> place among its arguments, a number or a name -> name of a captured input
     inputs: dict[Name, dict[Name, Name]]
-    sources: dict[Name, schemas.Names]  # name -> the captured tensors that it is directly computed from
+    # name -> the captured tensors that it is directly computed from
+    sources: dict[Name, schemas.Names]
     flat: schemas.Names  # those whose first dim is batch x sequence, and is captured as two
-    choices: dict[Name, Choice]  # by the name of captured indices, or of the logits that they follow from
-    unknown: schemas.Names  # outputs that are not captured: a dim follows neither the batch nor the sequence
+    # By the name of captured indices, or of the logits that they follow from
+    choices: dict[Name, Choice]
+    # Outputs that are not captured: a dim follows neither the batch nor the sequence
+    unknown: schemas.Names
     state: dict[Name, dict[Name, Shape]]
-    tables: schemas.Names  # modules whose output does not depend on the weights, such as a rotary table
+    # Modules whose output does not depend on the weights, such as a rotary table
+    tables: schemas.Names
 
     @property
     def names(self) -> Names:

@@ -47,10 +47,10 @@ class Tensors(Strict):
 class Trained(Tensors, header.Step):
     learning_rate: Annotated[Finite, Field(gt=0)]
     started_from: Sha256 | None = None
-    lowered: bool | None = (
-        None  # of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
-    )
-    regrets: dict[Name, MayBreakDown] | None = None  # of a replay: see lockstep.verdict.float64.Float64
+    # Of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
+    lowered: bool | None = None
+    # Of a replay: see lockstep.verdict.float64.Float64
+    regrets: dict[Name, MayBreakDown] | None = None
 
 
 class Run(header.Run):
@@ -77,7 +77,8 @@ def write(folder: Path, manifest: dict) -> None:
         f"{json.dumps(key)}: {json.dumps(part)}"
         for key, part in (*content.items(), ("sha256", header.seal(content)))
     )
-    write_text(folder / MANIFEST, "{" + ",\n ".join(lines) + "}\n")  # `indent` takes ten times as long
+    # `indent` takes ten times as long
+    write_text(folder / MANIFEST, "{" + ",\n ".join(lines) + "}\n")
 
 
 def read(path: Path) -> dict:

@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HEADER_ENTRY = 320  # bytes reserved in the header for a tensor; a longer one is an error, not a corruption
+# Bytes reserved in the header for a tensor; a longer one is an error, not a corruption
+HEADER_ENTRY = 320
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
 _LARGEST_COPY = 1 << 24
 _CHUNK = 1 << 13  # words that are summed at a time: they stay in the cache
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the factors of neighbouring places lie far apart
+# 2^64 / golden ratio: the factors of neighbouring places lie far apart
+_SPREAD = 0x9E3779B97F4A7C15
 _PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
 
 
@@ -118,7 +120,8 @@ class StepWriter:
             raise ValueError(f"the header takes {len(text)} bytes, {self.header_bytes} were reserved")
         with open(path, "r+b") as file:
             file.write(self.header_bytes.to_bytes(8, "little") + text.ljust(self.header_bytes))
-            file.truncate(8 + self.header_bytes + self._end)  # also if the last tensors were never computed
+            # The file has its full size even if the last tensors were never computed
+            file.truncate(8 + self.header_bytes + self._end)
 
     def append(self, path: Path, slots: dict[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
         """Take over the tensors that this file has not from that of another stage, and remove it. `slots` are (shape, dtype, offset)."""

@@ -16,7 +16,8 @@ class AutoTPHandles(Handles):
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
-            if parameter._hp_mapping is not None:  # this rank's share of the optimizer has a part of it
+            # This rank's share of the optimizer has a part of it
+            if parameter._hp_mapping is not None:
                 yield name, parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

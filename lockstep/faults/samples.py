@@ -27,7 +27,8 @@ count_fault = functools.partial(
 )
 
 
-Where = tuple[int, int, list[int]]  # this DP rank, this micro batch, and the positions that this rank has
+# This DP rank, this micro batch, and the positions that this rank has
+Where = tuple[int, int, list[int]]
 
 
 def _divide_by(run: Planting, number: Callable[[torch.Tensor, Where], int]) -> Plant:

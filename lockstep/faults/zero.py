@@ -116,7 +116,8 @@ def share_one_element_off(run: Planting) -> Plant:
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     flags=OFFLOAD,
-    precisions=("fp32", "autocast"),  # DeepSpeed offloads bfloat16 moments with its own optimizer alone
+    # DeepSpeed offloads bfloat16 moments with its own optimizer alone
+    precisions=("fp32", "autocast"),
 )
 def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
     """The optimizer on the CPU steps before the copy of the gradients has ended, with those of the step before."""

@@ -93,7 +93,8 @@ def must_agree(of: type, level: Same) -> list[str]:
     return [each.name for each in fields(of) if each.metadata.get("same") in levels]
 
 
-_hints = functools.cache(typing.get_type_hints)  # of a dataclass; a parser asks for each of its fields
+# Of a dataclass; a parser asks for each of its fields
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _kind_of(of: type, name: str) -> Any:

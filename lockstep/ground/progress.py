@@ -114,7 +114,8 @@ class Steps:
 
     def __init__(self, label: str, total: int, interval: int):
         self._label, self._total, self._interval = label, total, interval
-        self._begin: float | None = None  # when the first step was done: it takes longer than the others
+        # When the first step was done: it takes longer than the others
+        self._begin: float | None = None
         self._shown = -OFTEN
 
     def add(self, step: dict, memory: int) -> None:

@@ -23,7 +23,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-JUDGING = ("numpy", "pydantic", "safetensors", "torch", "jinja2")  # what a recorded run is judged with
+# What a recorded run is judged with
+JUDGING = ("numpy", "pydantic", "safetensors", "torch", "jinja2")
 PACKAGES = (*JUDGING, "transformers")  # what every other program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 # Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
@@ -34,7 +35,8 @@ DEFAULTS = (
 )  # who handles them unless somebody has decided otherwise
 # What the line says after the word, or a function that finds it out in that moment; a program may set it.
 state: "str | Callable[[], str]" = ""
-end_helpers: "list[Callable[[], object]]" = []  # functions that end processes which would outlive this one for a while
+# Functions that end processes which would outlive this one for a while
+end_helpers: "list[Callable[[], object]]" = []
 
 
 def program() -> str:

@@ -276,7 +276,8 @@ def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
                 f"choose --tp_size from {', '.join(map(str, fits))}"
             )
     vocabulary = architecture["vocab_size"]
-    if vocabulary % tp_size not in (0, tp_size - 1):  # the strategies cut any other size differently
+    # The strategies cut any other size differently
+    if vocabulary % tp_size not in (0, tp_size - 1):
         return (
             f"--tp_size {tp_size} leaves a rest of {vocabulary % tp_size} of the model's {vocabulary} vocabulary entries "
             "(vocab_size), which AutoTP and DTensor share out differently; choose a --tp_size that divides it, or 2"

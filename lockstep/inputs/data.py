@@ -168,7 +168,8 @@ def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
     not of N. It is N if no pair occurs twice, and 1 if there is only one pair. Positions without a label do not count.
     """
     input_ids, labels = input_ids[labels != IGNORED], labels[labels != IGNORED]
-    pairs = input_ids.astype(np.int64) << 32 | labels.astype(np.int64)  # one integer sorts faster than a pair
+    # One integer sorts faster than a pair
+    pairs = input_ids.astype(np.int64) << 32 | labels.astype(np.int64)
     _, counts = np.unique(pairs, return_counts=True)
     return float(counts.sum() ** 2 / np.square(counts, dtype=np.float64).sum())
 
@@ -198,7 +199,8 @@ class Inputs:
     start: Start
 
 
-ROUNDS = 12  # a network of few bits mixes slowly: with 4 rounds, small n show (tests/inputs/test_order.py)
+# A network of few bits mixes slowly: with 4 rounds, small n show (tests/inputs/test_order.py)
+ROUNDS = 12
 
 
 def permuted(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:

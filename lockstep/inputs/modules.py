@@ -71,7 +71,8 @@ LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 # Inside the attention of these, the last dim of an output is that of the heads, but for the outputs named.
 NOT_ON_HEADS = {
     **dict.fromkeys(LIKE_LLAMA, ("self_attn.o_proj",)),
-    "gpt2": ("attn.c_attn", "attn.c_proj", "attn.resid_dropout"),  # c_attn: q, k and v beside each other
+    # c_attn: q, k and v beside each other
+    "gpt2": ("attn.c_attn", "attn.c_proj", "attn.resid_dropout"),
 }
 
 

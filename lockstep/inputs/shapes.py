@@ -80,7 +80,8 @@ def active_dropout(settings: Settings) -> tuple[float, str] | None:
     for attribute, values in settings.items():
         if attribute == "p" or "drop" in attribute:
             for value, names in values.items():
-                if 0 < float(value) <= 1 and names:  # else no part of anything, such as the p of a norm
+                # A larger value is not a fraction; it is, for instance, the p of a norm
+                if 0 < float(value) <= 1 and names:
                     return float(value), names[0]
     return None
 

@@ -64,7 +64,8 @@ class View:
     differing: Sequence[tuple] = ()
     contract: dict[str, Any] = field(default_factory=dict)
     placements: list[Placed] = field(default_factory=list)
-    placed: dict[int, int] = field(default_factory=dict)  # number of a name -> that of its placement
+    # number of a name -> that of its placement
+    placed: dict[int, int] = field(default_factory=dict)
     by_itself: str = ""  # what was found of each module by itself, in a comparison
 
 
@@ -79,10 +80,12 @@ class Table:
     far: list[list[int]]
     small: list[list[int]]
     excused: list[list[int]]
-    alone: bool  # of modules by themselves in a comparison: it has shares, and what is wrong in words
+    # Of modules by themselves in a comparison: it has shares, and what is wrong in words
+    alone: bool
     unlike: int = 0  # further tensors, which come after others of which ranks have other copies
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
-    where: dict[int, str] = field(default_factory=dict)  # the micro batch and rank that a row is from
+    # The micro batch and rank that a row is from
+    where: dict[int, str] = field(default_factory=dict)
     ranks: dict[int, dict[int, float | None]] = field(
         default_factory=dict
     )  # the share of each, of one that is too far
@@ -115,12 +118,14 @@ class Page:
     sentences: list[str]  # what else is to be said
     found_out: list[tuple[str, str]]  # how: weights, batches, versions, machine, command
     views: list[View] = field(default_factory=list)
-    names: dict[str, int] = field(default_factory=dict)  # of tensors, with the numbers that tables have
+    # Of tensors, with the numbers that tables have
+    names: dict[str, int] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
     losses: Losses | None = None
     # Module with an attention's projections, "" for all -> HEADS, as its configuration has them
     heads: dict[str, list] = field(default_factory=dict)
-    causes: list[tuple[str, str]] = field(default_factory=list)  # of a recording, as a view has them
+    # Of a recording, as a view has them
+    causes: list[tuple[str, str]] = field(default_factory=list)
     tokens: Sequence[int] = ()  # of a recording's micro batch of ids: samples, positions
     command: str = ""  # that made the recorded run, or the comparison
     tolerance: str = ""  # why as much is tolerated

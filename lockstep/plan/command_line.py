@@ -43,7 +43,8 @@ def build_parser(strategy: str) -> argparse.ArgumentParser:
                 add_flag(parser, spec.options, option)
         elif each.metadata:
             add_flag(parser, Config, each, spec.also_called.get(each.name))
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    # The deepspeed launcher passes it
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 

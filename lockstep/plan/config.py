@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "autocast", "mixed", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-JUDGED: tuple[Precision, ...] = ("fp32", "autocast", "bf16")  # those in which tensors have a tolerance
+# Those in which tensors have a tolerance
+JUDGED: tuple[Precision, ...] = ("fp32", "autocast", "bf16")
 PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass computes with
     "fp32": "float32",
     "autocast": "float32",
@@ -32,7 +33,8 @@ OPTIMIZERS = (
     "sgd",
 )  # built in; any other --optimizer is a class of torch.optim or a function in a user's file
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
-CONTROL = "control"  # the name of the run that shows how far rounding errors alone can move the loss
+# The name of the run that shows how far rounding errors alone can move the loss
+CONTROL = "control"
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
@@ -86,10 +88,10 @@ class Spec:
     factory: str = ""  # empty for a recorded strategy whose file is gone
     handles: str = TORCH_HANDLES
     program: str = "python -m lockstep.train"  # what starts it
-    options: type = (
-        NoOptions  # a dataclass of `lockstep.ground.flags.flag`: flags beyond those that all strategies have
-    )
-    cuts: Mapping[str, Cut] = field(default_factory=dict, hash=False)  # mesh axis -> how it divides the work
+    # A dataclass of `lockstep.ground.flags.flag`: flags beyond those that all strategies have
+    options: type = NoOptions
+    # mesh axis -> how it divides the work
+    cuts: Mapping[str, Cut] = field(default_factory=dict, hash=False)
     whole_replicas: bool = False  # every rank holds all weights, gradients and moments
     # Under autocast with tensor parallelism, a float32 bias is added to a bfloat16 product, and the sum is not rounded again. This is
     # by design and no reason to refuse a comparison (docs/findings.md).
@@ -99,8 +101,10 @@ class Spec:
     also_called: Mapping[str, str] = field(default_factory=dict, hash=False)
     # Of its options, the one that takes its library's own configuration, a file or JSON itself
     file_option: str = ""
-    library: str = ""  # a package beyond torch that it runs on; histories and dumps record its version
-    preloads: tuple[str, ...] = ()  # modules of it that a process imports before it forks ranks for CPUs
+    # A package beyond torch that it runs on; histories and dumps record its version
+    library: str = ""
+    # Modules of it that a process imports before it forks ranks for CPUs
+    preloads: tuple[str, ...] = ()
 
     def require(self, config: "Config", architecture: dict) -> None:
         """Raise UserError for options that the strategy cannot honour, or together, or if something is missing."""

@@ -110,7 +110,8 @@ def _built_in_optimizer(config: Config, model: Description, storage: str) -> dic
         "optimizer": "AdamW" if adamw else "SGD",
         "optimizer_implementation": "fused" if adamw else "for-loop",
         "optimizer_options": [],
-        "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],  # of the first step
+        # Of the first step
+        "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],
         "betas": list(BETAS) if adamw else [],
         "eps": EPS if adamw else None,
         "momentum": None if adamw else 0,

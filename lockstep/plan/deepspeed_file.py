@@ -70,7 +70,8 @@ def of_flags(config: Config) -> dict[str, Any]:
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "zero_optimization": of_zero(own),
         "zero_allow_untested_optimizer": True,  # torch's SGD is not on DeepSpeed's list
-        "zero_force_ds_cpu_optimizer": False,  # all strategies step torch's optimizer, offloaded or not
+        # All strategies step torch's optimizer, offloaded or not
+        "zero_force_ds_cpu_optimizer": False,
         # the default is 1.0, not off; without ZeRO the strategy clips (autotp_strategy.py)
         "gradient_clipping": config.max_grad_norm if own.zero_stage else 0.0,
         "communication_data_type": "bf16" if bf16 else "fp32",
@@ -81,7 +82,8 @@ def of_flags(config: Config) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": config.precision == "autocast",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # the default reduces the gradients of nn.Linear in bfloat16
+            # The default reduces the gradients of nn.Linear in bfloat16
+            "lower_precision_safe_modules": [],
         },
         # no float32 master copy: "bf16" means the same as in DDP and FSDP. Earlier versions know no more than "enabled"
         "bf16": {"enabled": bf16, **(dict.fromkeys(BF16_WITHOUT_MASTER, True) if bf16 else {})},
@@ -115,7 +117,8 @@ def _known(config: Config) -> dict[str, Any]:
         "train_batch_size": config.batch_size * config.gradient_accumulation_steps * config.dp_size,
         "gradient_clipping": config.max_grad_norm,
         "fp16": {"enabled": False},
-        "managed_gradient_accumulation": True,  # otherwise step() reduces the gradients, too late to read them before
+        # Otherwise step() reduces the gradients, too late to read them before
+        "managed_gradient_accumulation": True,
         "data_types": {"grad_accum_dtype": told["communication_data_type"]},
         "bf16": {"enabled": bf16, **dict.fromkeys(BF16_WITHOUT_MASTER, bf16)},
         "tensor_parallel": {"autotp_size": config.tp_size, "vocab_parallel_lm_head": config.tp_size > 1},
@@ -276,6 +279,7 @@ def require_readable(told: dict[str, Any], device: str, where: str, remedy: str)
     if preset is not None:
         from deepspeed.module_inject.autotp_config import AutoTPPresets
 
-        if AutoTPPresets.get_preset(preset) is None:  # which DeepSpeed would ignore (docs/findings.md)
+        # DeepSpeed ignores an unknown preset without a word (docs/findings.md)
+        if AutoTPPresets.get_preset(preset) is None:
             problem = f"tensor_parallel.preset_model {json.dumps(preset)} is no preset of DeepSpeed's"
             raise UserError(f"{where}: {problem}; {remedy}")

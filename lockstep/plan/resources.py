@@ -113,7 +113,8 @@ def resolve_device(spec: Spec, options: dict[str, Any]) -> dict[str, str]:
             "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
         )
     if device == "cuda" and not cluster:
-        shared = backend == "gloo" and in_place and spec.ranks_share_gpus  # ray gives each rank its own
+        # ray gives each rank its own
+        shared = backend == "gloo" and in_place and spec.ranks_share_gpus
         needed = 1 if shared else workers
         if gpus < needed:
             raise UserError(

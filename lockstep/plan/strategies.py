@@ -14,7 +14,8 @@ from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.fsdp import FSDP
 from lockstep.plan.mesh import AXES
 
-FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9")  # green, purple, sky blue; yellow is too pale for a line
+# green, purple, sky blue; yellow is too pale for a line
+FURTHER_COLORS = ("#009E73", "#CC79A7", "#56B4E9")
 SPECS: dict[str, Spec] = {spec.name: spec for spec in (DDP(), DeepSpeed(), FSDP())}
 
 

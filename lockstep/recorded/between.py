@@ -9,9 +9,8 @@ from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 ROUNDED = 4  # machine epsilons of a weight's norm
-SAME_NORM = (
-    2  # machine epsilons that norms may be apart that are to be one, and elements that follow from them
-)
+# Machine epsilons that norms may be apart that are to be one, and elements that follow from them
+SAME_NORM = 2
 
 
 def judge(recording: Recording, verdict: StepVerdict) -> None:

@@ -32,7 +32,8 @@ class Causes:
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.tokens = verdict, ranks, micro, exact, tokens
         self.shares = shares_of(micro)
-        self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
+        # The micro batches of a rank in a step that has another number of them; 0: all have as many
+        self.elsewhere = elsewhere
 
     def of_gradient(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
         factor = self.verdict.factor

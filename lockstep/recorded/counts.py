@@ -11,7 +11,8 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Fit, Gradients
 
-ENOUGH = 4  # times as many elements as micro batches: those of a gradient whose weights are looked for
+# Times as many elements as micro batches: those of a gradient whose weights are looked for
+ENOUGH = 4
 SHOWN = 2  # shards of different ranks, of which it is said how much the micro batches count
 
 

@@ -59,7 +59,8 @@ class Free:
         self.exact: list[Computed] = []
         self.near: list[Computed] = []
         self.loss_noise = 0.0
-        self.cut: dict[str, int] = {}  # outputs of modules of which each rank has a shard, and the dim
+        # Outputs of modules of which each rank has a shard, and the dim
+        self.cut: dict[str, int] = {}
         self.modules = Modules(verdict, verdict.precision)
         self.alone = Alone(verdict, self.right, self.plain, len(recording.steps))
 
@@ -183,7 +184,8 @@ class Free:
         measure = max(measure, self.loss_noise)
         tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
-            if exact.loss is None or self.loss is not None:  # what a loop makes itself is not recorded
+            # What a loop makes itself is not recorded
+            if exact.loss is None or self.loss is not None:
                 continue
             dtype = called.about.loss_dtype
             rounded = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0

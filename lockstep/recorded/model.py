@@ -58,7 +58,8 @@ class Model(Passes):
         if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
             self.kernels = gpu_kernels.choose(self.model)
         for module in self.model.modules():
-            if "gradient_checkpointing" in vars(module):  # it would compute again outside of the mode
+            # Checkpointing would compute again outside of the mode
+            if "gradient_checkpointing" in vars(module):
                 vars(module).update(gradient_checkpointing=False)
         self.state = state_of(self.model)
         self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
@@ -76,12 +77,14 @@ class Model(Passes):
             if parameter.is_floating_point():
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
-        self.indices: dict[str, torch.Tensor] = {}  # integer outputs of modules, as they were returned
+        # integer outputs of modules, as they were returned
+        self.indices: dict[str, torch.Tensor] = {}
         self.mode = Told()
         self.widths: dict[int, int] = {}  # of all calls of topk
         # What a pass in the run's dtypes draws random numbers in, and finds tensors in, by rank and number of a micro batch
         self.dtypes: dict[tuple[int, int], dict[int | Place, torch.dtype]] = {}
-        self.head = ""  # of a model that returns its loss alone: the module whose output are the logits, or CROSS_ENTROPY
+        # Of a model that returns its loss alone: the module whose output are the logits, or CROSS_ENTROPY
+        self.head = ""
         self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
 
     def _own(self, name: str) -> torch.Tensor:

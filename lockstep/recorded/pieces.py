@@ -25,7 +25,8 @@ def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor,
     """Labels are shifted before samples are cut, and a piece has those of its own tokens."""
     own, targets = piece.pieces.places[piece.number], found.mean.targets
     inside = torch.ones(piece.pieces.length, dtype=torch.bool)
-    inside[[*piece.pieces.seams().tolist(), -1]] = False  # where the next token is that of another piece
+    # Where the next token is that of another piece
+    inside[[*piece.pieces.seams().tolist(), -1]] = False
     lost = _is_lost(piece, ~inside)
     if targets is not None and found.mean.labels:
         labels = called.tensors[found.mean.labels]

@@ -19,7 +19,8 @@ from lockstep.verdict.rows import StepVerdict
 DRAWS = 4  # besides the first
 DRAWN = ("forward/", "backward/", "gradient/", "loss of ")  # names begin so
 A_LITTLE = 10  # times what is tolerated
-JUMP = 10  # times the first draw's typical error: the perturbation turned a choice, such as of an expert
+# Times the first draw's typical error: the perturbation turned a choice, such as of an expert
+JUMP = 10
 
 
 def may_be_chance(verdict: StepVerdict) -> bool:

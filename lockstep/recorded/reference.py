@@ -137,7 +137,8 @@ class Reference(Model):
         if logits is not None and LOG_PROBS in called.arrived and not of_means:
             output[LOG_PROBS] = trl_head.log_probs(called, logits)
         returned = self._returned(called, output)
-        missing = (called.arrived.keys() | called.about.scalars.keys()) - returned.keys()  # as of TRL
+        # As of TRL
+        missing = (called.arrived.keys() | called.about.scalars.keys()) - returned.keys()
         terms: dict[str, Term] = {}
         at: dict[str, dict[str, torch.Tensor]] = {}
         often = called.about.scalars
@@ -295,7 +296,8 @@ class Reference(Model):
         if parts and self.exact and math.isclose(sum(parts.values()), float(loss.detach()), rel_tol=SAME):
             # The loss is the sum of all that is returned beside it: one of them is the rest, which the others are held against.
             found.pop(max(parts, key=lambda name: abs(parts[name])))
-        self._leave_backward_out()  # what has arrived at the modules was not the gradient of the loss
+        # What has arrived at the modules was not the gradient of the loss
+        self._leave_backward_out()
         return found
 
     def _leave_backward_out(self) -> None:

@@ -34,7 +34,8 @@ from lockstep.verdict.rows import StepVerdict, Wrong, described
 
 # Machine epsilons of a dtype that a gradient may be off by that is rounded to it, and then reduced
 ROUNDED = 4
-KEPT = 0.1  # of what is left of a gradient without the one of the step before, that may be left with it
+# Of what is left of a gradient without the one of the step before, that may be left with it
+KEPT = 0.1
 
 
 def judge(
@@ -50,10 +51,12 @@ def judge(
     unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    streamed = 4 * _bytes_of_weights(recording) > memory  # with gradients and what is computed in between
+    # With gradients and what is computed in between
+    streamed = 4 * _bytes_of_weights(recording) > memory
     verdict = _Step(recording, step, loss, streamed).judge(expect)
     if redrawn.may_be_chance(verdict):
-        with contextlib.suppress(UserError):  # weights at the edge of where the model can be computed
+        # weights at the edge of where the model can be computed
+        with contextlib.suppress(UserError):
             verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
     return verdict
 
@@ -102,10 +105,13 @@ class _Step:
         self.verdict.cut = list(dict.fromkeys(cut))
         # Zeros say nothing of how a micro batch is weighed, as where all advantages are zero, or no label counts
         self.micro = [one for one in used if not one.is_zero] or used
-        self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))  # pieces beside each other
+        # pieces beside each other
+        self.micro.sort(key=lambda one: (one.first.ranks[0], one.number))
         self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
-        self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
-        self.counted = ""  # how much each micro batch counts in the worst gradient, to be read after it
+        # What is wrong with the norm of clipping: after what may have caused it
+        self.of_norm: list[str] = []
+        # How much each micro batch counts in the worst gradient, to be read after it
+        self.counted = ""
         self.alone_in_loss: list[str] = []  # parameters
 
     def _throws_away(self) -> bool:

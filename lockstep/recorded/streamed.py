@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.inputs.model import being_recomputed
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # of units
-Place = tuple[torch.nn.Module, str, torch.nn.Parameter]  # of a parameter: its module, and its key there
+# Of a parameter: its module, and its key there
+Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 ALONE = (torch.nn.Embedding, torch.nn.Linear)  # units wherever they are
 

@@ -242,7 +242,8 @@ def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:
         return False
     length = ids.shape[1]
     places = torch.arange(length)
-    for ahead in range(1 - length, 0):  # a task of its own: to give again what was a few places before
+    # A task of its own: to give again what was a few places before
+    for ahead in range(1 - length, 0):
         there = ((places + ahead >= 0) & (places + ahead < length)).expand_as(ids) & (targets >= 0)
         moved = ids.roll(-ahead, 1)
         most = 2 * int(there.sum()) > len(counted)

@@ -51,15 +51,17 @@ class Weighed:
         beside: dict[str, float],
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.made_of = verdict, ranks, micro, exact, made_of
-        self.elsewhere = elsewhere  # the micro batches of a rank in a step that has another number of them; 0: all have as many
+        # The micro batches of a rank in a step that has another number of them; 0: all have as many
+        self.elsewhere = elsewhere
         self.beside = beside  # the norms of recorded gradients that are not judged
-        self.norm_of_steps = (
-            norm_of_steps  # the norm that the gradients of several steps have; 0 if they have others
-        )
+        # The norm that the gradients of several steps have; 0 if they have others
+        self.norm_of_steps = norm_of_steps
         self.shares = shares_of(micro)
-        self.of_norm: list[str] = []  # what is wrong with the norm of clipping: after what may have caused it
+        # What is wrong with the norm of clipping: after what may have caused it
+        self.of_norm: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
-        self.tokens, self.divisors = list[int](), torch.ones(0)  # of the micro batches, and of their losses
+        # Of the micro batches, and of their losses
+        self.tokens, self.divisors = list[int](), torch.ones(0)
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
         # Weights of the losses, exactly as they should be; None if they are not near that
         self.nominal: torch.Tensor | None = None

@@ -84,7 +84,8 @@ class Building:
         kind = self.find(tree["class"])
         if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
             raise ValueError(f"{tree['class']} is no torch.nn.Module")
-        self.packages |= {package_of(tree["class"])} - {"lockstep"}  # whose functions are none of a model's
+        # Whose functions are none of a model's
+        self.packages |= {package_of(tree["class"])} - {"lockstep"}
         module = kind.__new__(kind)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
@@ -290,7 +291,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         raise UserError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
         ) from error
-    model.train(True)  # a class may have a method of its own, which must be told and returns nothing
+    # A class may have a method of its own, which must be told and returns nothing
+    model.train(True)
     return model
 
 

@@ -30,15 +30,18 @@ class Called:
     losses: dict[int, float] = field(default_factory=dict)  # by rank
     # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
-    targets: torch.Tensor | None = None  # classes, of a loss that the loop makes itself; -1 where none counts
+    # Classes, of a loss that the loop makes itself; -1 where none counts
+    targets: torch.Tensor | None = None
     # The part of a parameter's gradient that comes from the loop's own loss, not by way of what the model returned
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # of samples that are cut
-    random: torch.Tensor | None = None  # the state of torch's generator before it, if the model drew from it
+    # The state of torch's generator before it, if the model drew from it
+    random: torch.Tensor | None = None
     of_tensors: bool = (
         False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
     )
-    instead: dict[str, Any] = field(default_factory=dict)  # of what the model was called with, for a trial
+    # Of what the model was called with, for a trial
+    instead: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_zero(self) -> bool:
@@ -144,7 +147,8 @@ def require_whole(called: Called) -> None:
     positions = None if called.piece else pieces.positions_of(called.tensors)
     if positions is None or int(positions.min()) <= 1:  # 1 is that of padding
         return
-    if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:  # not of some tokens, such as masked ones
+    # Not of some tokens, such as masked ones
+    if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:
         raise UserError(
             f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
             "a piece of samples is judged with the others, whose ranks are a group"

@@ -85,7 +85,8 @@ def _see_weights(recorder: Recorder, engine: Any, keep: Callable[[str, torch.Ten
 def _dtype_of_copies(engine: Any) -> torch.dtype:
     """Of what the engine's optimizer updates. The readers give float32, also of copies in bfloat16, whose rounding is the optimizer's own."""
     flat = [one for group in engine.optimizer.param_groups for one in group["params"]]
-    return (flat or engine.fp32_partitioned_groups_flat)[0].dtype  # stage 3 lists them when it steps
+    # stage 3 lists them when it steps
+    return (flat or engine.fp32_partitioned_groups_flat)[0].dtype
 
 
 def _see_gradients(recorder: Recorder, engine: Any) -> None:
@@ -129,7 +130,8 @@ def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tens
     keys = {
         key: value.dtype for state in states for key, value in state.items() if getattr(value, "ndim", 0) == 1
     }
-    count = next((state["step"] for state in states if "step" in state), None)  # all are stepped together
+    # All are stepped together
+    count = next((state["step"] for state in states if "step" in state), None)
     for parameters, group in zip(_lists(engine), inner.param_groups, strict=False):
         # DeepSpeed 0.19 links all groups after it has stepped the first one, so its reader finds nothing of the others.
         for one in parameters if keys else ():

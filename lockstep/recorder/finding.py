@@ -121,7 +121,8 @@ class Finding:
 
     def _see_start(self, process: Any, *_: object) -> None:
         """A process that is started gets what looks for its model."""
-        if self.recorder is None and _may_train(process._target):  # else it is this process that trains
+        # If this process has a recorder, it is the one that trains
+        if self.recorder is None and _may_train(process._target):
             self.started = True
             process._target = InProcess(process._target, *self.options)
 

@@ -121,7 +121,8 @@ def _seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def call(*arguments: Any, **options: Any) -> Any:
         nonlocal inside
-        if torch.compiler.is_compiling() or inside:  # a mode, such as of a default device, calls it again
+        # A mode, such as of a default device, calls it again
+        if torch.compiler.is_compiling() or inside:
             return real(*arguments, **options)
         inside = True
         try:

@@ -70,7 +70,8 @@ class Hook:
         return self.function(*given)
 
     def __reduce__(self) -> tuple:
-        return functools.partial, (sys.audit, "lockstep.no_hook")  # takes anything, and returns None
+        # Takes anything, and returns None
+        return functools.partial, (sys.audit, "lockstep.no_hook")
 
 
 class ModuleHooks:
@@ -165,14 +166,16 @@ class ModuleHooks:
         instead: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(called, output):
             chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
-            chosen |= self.inside and isinstance(its_own, torch.nn.Dropout)  # its zeros are what it left out
+            # The zeros of a dropout's output show what it left out
+            chosen |= self.inside and isinstance(its_own, torch.nn.Dropout)
             if name in self.passed_on or not (tensor.requires_grad or chosen) or tensor.is_sparse:
                 continue
             # It would have its hook in every pass that follows, too.
             if isinstance(tensor, torch.nn.Parameter):
                 continue
             if name not in self.seen and name != called and id(tensor) in self.returned:
-                self.passed_on.add(name)  # such as T5's position bias: what arrives there is its maker's
+                # Such as T5's position bias: what arrives there is its maker's
+                self.passed_on.add(name)
                 continue
             place = f"forward/{self.number}/{name}"
             other = self.instead(place, tensor)

@@ -106,7 +106,8 @@ def find(positions: list[torch.Tensor]) -> Pieces | None:
         whole = pieces.joined(positions)
         assert whole is not None
         follows = whole.diff(dim=1)
-        right = (follows == 1) | (follows == 0) | (whole[:, 1:] == 0)  # of padding, it may be the same
+        # Of padding, it may be the same
+        right = (follows == 1) | (follows == 0) | (whole[:, 1:] == 0)
         if not whole[:, 0].any() and bool(right.all()) and bool((follows == 1).any(0)[pieces.seams()].all()):
             return pieces
     return None

@@ -55,7 +55,8 @@ class MicroBatch(Strict):
     around: str | None = None
     asked: bool = False  # by torch.autograd.grad alone
     reached: bool = False  # by a backward pass
-    zeroed: bool = False  # whether all gradients were set to zero after it, before the optimizers stepped
+    # Whether all gradients were set to zero after it, before the optimizers stepped
+    zeroed: bool = False
     # In the loss of another model, whose optimizer stepped then; or for the gradient of the batch alone
     elsewhere: bool = False
     differentiated: bool = False  # in turn
@@ -71,8 +72,10 @@ class MicroBatch(Strict):
         Name, Any
     ] = {}  # their states before it: Python's and numpy's, if the model drew from them
     compiled: bool = False  # perhaps by code that torch.compile made
-    attributes: dict[Name, Any] = {}  # as MODULE:NAME, that are not what they were when the recording began
-    orders: dict[Name, list[Whole]] = {}  # of the dims of tensors in memory, that are not the usual ones
+    # As MODULE:NAME, that are not what they were when the recording began
+    attributes: dict[Name, Any] = {}
+    # Of the dims of tensors in memory, that are not the usual ones
+    orders: dict[Name, list[Whole]] = {}
 
 
 class Clip(Strict):
@@ -147,12 +150,14 @@ class Step(Strict):
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
-    orders: dict[Name, list[Whole]] = {}  # of the dims of parameters in memory, that are not the usual ones
+    # Of the dims of parameters in memory, that are not the usual ones
+    orders: dict[Name, list[Whole]] = {}
     hooked_parameters: list[Name] = []  # by register_hook
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     of_others: Whole = 0  # tensors that the optimizers of other models hold
-    other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of those that all ranks may hold
+    # hashes of (weights, gradient) of those that all ranks may hold
+    other_replicas: list[list[int]] = []
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     overflowed: Whole = 0  # those that a GradScaler skipped, as gradients were not finite
     places: dict[Name, list[Place]]

@@ -61,7 +61,8 @@ from lockstep.recorder.whole_run import Loaders, WholeRun
 
 STEPS = 2
 EVERY_MODULE = "*"
-NOTED: dict[str, torch.Tensor] = {}  # by lockstep.record.batch, for the next training call of the model
+# By lockstep.record.batch, for the next training call of the model
+NOTED: dict[str, torch.Tensor] = {}
 
 
 class Recorder(Updates):
@@ -97,7 +98,8 @@ class Recorder(Updates):
         self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
         self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
         self.removing.append(patches.see_asking())
-        self.when_complete: Callable[[], None] = lambda: None  # called when the model is called first
+        # Called when the model is called first
+        self.when_complete: Callable[[], None] = lambda: None
         self.removing.append(dropped.see_dropout(self._sees_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         losses.WATCHING.append(self._see_loss)

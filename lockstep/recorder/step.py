@@ -47,7 +47,8 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # by torchrun and its like; others may set the first
+# By torchrun and its like; others may set the first
+LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
 
 class Recorded:
@@ -71,9 +72,11 @@ class Recorded:
         self.step, self.given_up = 1, False
         self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
         self.compiled, self.model_compiled = False, False
-        self.watches_engine, self.engine_steps = False, False  # whose optimizers are none of torch's
+        # Whose optimizers are none of torch's
+        self.watches_engine, self.engine_steps = False, False
         self.hooks: ModuleHooks | None = None
-        self.returned_at = 0  # the number of the function that made the last copy of what the model returns
+        # The number of the function that made the last copy of what the model returns
+        self.returned_at = 0
         self.beside: list[Any] = []  # handles of hooks on the loop's own loss
         self.hooked: set[str] = set()  # modules that return what a hook made of their output
         self.last_digests: dict[str, int] = {}  # of what the step before ended with
@@ -150,7 +153,8 @@ class Recorded:
         self.micro: list[dict[str, Any]] = []
         # What the model was called with, by id; not kept alive, as a graph may hang on it
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.frozen: dict[str, int] = {}  # hashes of what requires no gradient, before the first micro batch
+        # hashes of what requires no gradient, before the first micro batch
+        self.frozen: dict[str, int] = {}
         self.clips: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
@@ -165,7 +169,8 @@ class Recorded:
         self.before_zeroing: dict[
             int, list[int]
         ] = {}  # by the first parameter: micro batches at which a gradient had arrived
-        self.zeroed: dict[int, list[int]] = {}  # likewise: those that a backward pass had gone through
+        # Likewise: those that a backward pass had gone through
+        self.zeroed: dict[int, list[int]] = {}
         self.arrived_since = True  # a gradient, after the last step of another model's optimizer
 
     def _write(self) -> None:

@@ -72,7 +72,8 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
     for places, those in ((classes, recorded["classes"]), (files, recorded["globals"])):
         for name in places.keys() & those.keys():
             place = places[name] if isinstance(places[name], type) else sys.modules.get(name)
-            here = _plain(vars(place)) if place else {}  # a module may have another name than it says
+            # A module may have another name than it says
+            here = _plain(vars(place)) if place else {}
             for key in here.keys() & those[name].keys():
                 if here[key] != those[name][key]:
                     inside, _, last = key.rpartition(".")

@@ -33,7 +33,8 @@ from lockstep.recorder.wrapped import clean
 # Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
 # it has put hooks on the modules, so it will put them on those of the model that is built again.
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
-OF_WRAPPERS = "__composable_api"  # of FSDP2, replicate and checkpoint: what they hold of a module they wrap
+# Of FSDP2, replicate and checkpoint: what they hold of a module they wrap
+OF_WRAPPERS = "__composable_api"
 CONFIGURATIONS = {"addict", "easydict", "ml_collections", "omegaconf", "yacs"}
 PACKAGES = CONFIGURATIONS | {
     "argparse",
@@ -46,7 +47,8 @@ PACKAGES = CONFIGURATIONS | {
     "types",
     "typing",
 }  # whose functions and classes a tree may name, beside the model's own
-MAIN = {"__main__", "__mp_main__"}  # the script that runs, and the same in a process that it spawned
+# The script that runs, and the same in a process that it spawned
+MAIN = {"__main__", "__mp_main__"}
 PLAIN = (type(None), bool, int, str)
 NO_OBJECTS = (
     type,

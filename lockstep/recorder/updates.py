@@ -45,7 +45,8 @@ class Updates(Recorded):
         beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
         about = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
         clip = next((one for one in self.clips if one.items() >= about.items()), None)
-        if clip is None:  # else parameters of several meshes, which are clipped in groups, by one norm
+        # A clip that is there already is of another group: parameters of several meshes are clipped in groups, by one norm
+        if clip is None:
             clip = {**about, "parameters": [], "beside": 0.0}
             self.clips.append(clip)
         clip["beside"] = math.hypot(clip["beside"], beside)
@@ -112,7 +113,8 @@ class Updates(Recorded):
             return None  # one inside of another, which holds all that this one does
         if type(optimizer).__module__ == ZERO_REDUNDANCY:
             return None  # the one inside has this rank's share, which is then sent to the others
-        self.nested += self.stepping is optimizer  # it calls the step of the class that it is derived from
+        # A step that calls the step of the class it is derived from is nested
+        self.nested += self.stepping is optimizer
         if self.nested:
             return None
         self.stepping = optimizer
@@ -162,13 +164,15 @@ class Updates(Recorded):
             self.give_up(f"{changed} requires no gradient, and is not what it was when the step began")
             return
         self.updating = True
-        final = [one for one in held if id(one) in names]  # another optimizer's may be clipped only later
+        # another optimizer's may be clipped only later
+        final = [one for one in held if id(one) in names]
         again = bool(final) and id(optimizer) in self.stepped
         self.first_parameters.append(_first(optimizer))
         self.stepped.add(id(optimizer))
         if not self.optimizers:
             final = list(own.values())
-            for name, parameter in own.items():  # only now: FSDP2 has its shards in their places again
+            # Only now: FSDP2 has its shards in their places again
+            for name, parameter in own.items():
                 self.kept.keep_weight(name, parameter)
                 order = order_of(parameter)
                 self.orders |= {name: order} if order else {}

@@ -135,7 +135,8 @@ class WholeRun:
         self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
-        self.in_evaluation = False  # whether the model is trained in this mode from the first step on
+        # Whether the model is trained in this mode from the first step on
+        self.in_evaluation = False
         self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.coming: list[float] = []  # the rates of the update that runs
         self._begin()

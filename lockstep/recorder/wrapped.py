@@ -8,7 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 
 def inner(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside of DDP, an engine, torch.compile, checkpointing and Lightning's Fabric."""
-    while not isinstance(model, torch.jit.ScriptModule):  # which has its children in a class of its own
+    # A ScriptModule has its children in a class of its own
+    while not isinstance(model, torch.jit.ScriptModule):
         model = model._modules.get("_original_module") or model
         for name in ("_orig_mod", "_checkpoint_wrapped_module", "module"):
             child = model._modules.get(name)

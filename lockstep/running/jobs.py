@@ -154,7 +154,8 @@ def preload(groups: list[Group]) -> None:
     for strategy in {job["strategy"] for job in jobs} - {REFERENCE}:
         preload_strategy(strategies.spec_of(strategy))
     if not resources.torch_is_for_cpus():
-        return  # a backward pass would start a thread for each GPU, and a process with threads must not be forked
+        # A backward pass would start a thread for each GPU, and a process with threads must not be forked
+        return
     for job in (group[0] for _, group in groups if group):
         with contextlib.suppress(UserError):  # its ranks say so, as this job's failure
             config = configured(job)

@@ -95,7 +95,8 @@ def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
     ray_instance.connect(ray)
     clean = False
     try:
-        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # the user's code
+        # The user's code
+        here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
         task = ray.remote(Task.judge_elsewhere).options(runtime_env=here)
         verdicts = ray.get([task.remote(one) for one in tasks])
         clean = True

@@ -80,9 +80,8 @@ def join(listener: socket.socket, backend: str) -> None:
 def _wait(left: dict[int, int], name: str) -> int:
     """Wait for all ranks (process id -> rank). The first failure ends them all, after GRACE."""
     failed, deadline = 0, 0.0
-    ended: list[
-        int
-    ] = []  # ranks whose process ended with status 0, as that of a rank whose code called exit does, too
+    # Ranks whose process ended with status 0, as that of a rank whose code called exit does, too
+    ended: list[int] = []
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         if pid == 0:

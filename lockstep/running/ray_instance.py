@@ -37,8 +37,10 @@ RAY_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay where the scripts are
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # print is print
     "RAY_DEDUP_LOGS": "0",  # the stacks of ranks have many lines in common
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default of 2 s is also how late the end is noticed
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start; a preempted run is not resumed here
+    # The default of 2 s is also how late the end is noticed
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # One actor less to start; a preempted run is not resumed here
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",  # there is no dashboard to show them
 }
 CONNECT_TIMEOUT = 3.0  # seconds
@@ -208,7 +210,8 @@ def _hold_local_ray() -> int:
         return 1
     there = os.environ.get("RAY_TMPDIR", "/tmp")
     try:
-        folder = tempfile.mkdtemp(prefix="lockstep-", dir=there)  # short: the names of sockets must be
+        # short: the names of sockets must be
+        folder = tempfile.mkdtemp(prefix="lockstep-", dir=there)
     except OSError as error:
         raise UserError(
             f"RAY_TMPDIR: {there}: {error.strerror}; name a folder that can be written"

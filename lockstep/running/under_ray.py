@@ -137,7 +137,8 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
         )
         # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/ground/startup.py), and Ray
         # ends what it started.
-        result: Any = _in_background(trainer.fit).result()  # annotated as the Result of an older Ray Train
+        # annotated as the Result of an older Ray Train
+        result: Any = _in_background(trainer.fit).result()
         went_well, line = result.return_value
     except TrainingFailedError as error:
         raise WorkersLost(_reason(error)) from error

@@ -96,7 +96,8 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         if capture:
             capture.abandon()
         if dist.get_rank() == 0 and record.steps:  # without a step, an older history stays
-            with contextlib.suppress(UserError):  # on a full disk: the error above says which file filled it
+            # On a full disk: the error above says which file filled it
+            with contextlib.suppress(UserError):
                 record.save(config.history_path)
         raise
     with stopping_together():

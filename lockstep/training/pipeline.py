@@ -142,7 +142,8 @@ class Pipeline:
         layers = model.config.num_hidden_layers
         names = modules.names_in(model)
         self.tied = modules.is_tied(model)
-        self.whole = {  # name -> shape of every parameter of the model, and the rank along pp that has it
+        # name -> shape of every parameter of the model, and the rank along pp that has it
+        self.whole = {
             name: (tuple(parameter.shape), self._rank_of(name, names, layers))
             for name, parameter in model.named_parameters()
         }
@@ -199,7 +200,8 @@ class Pipeline:
             made if issubclass(kind, PipelineScheduleMulti) else made[0],
             self.micro,
             loss_fn=lambda loss, _labels: loss,
-            scale_grads=False,  # it would scale the gradients of earlier steps of an accumulation again; the stage divides the loss
+            # True would scale the gradients of earlier micro batches again; the stage divides the loss instead
+            scale_grads=False,
         )
 
     def divide_by(self, num_labels: torch.Tensor, share: float) -> None:

@@ -83,7 +83,8 @@ def load_inputs(config: Config) -> data.Inputs:
     assert config.data_cache_dir is not None, "parse_config fills it in"
     corpus = data.load_corpus(
         config.dataset_name,
-        tokenizer.build_tokenizer(named, architecture),  # whoever wants the hub's weights wants its tokens
+        # Whoever wants the hub's weights wants its tokens
+        tokenizer.build_tokenizer(named, architecture),
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,

@@ -227,7 +227,8 @@ class TorchStrategy:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for alike in self.in_norm:
             gradients = [local(gradient_of(parameter)) for parameter in alike]
-            square = total_norm(gradients).to(self.device) ** 2  # offloaded gradients are on the CPU
+            # offloaded gradients are on the CPU
+            square = total_norm(gradients).to(self.device) ** 2
             first = alike[0]
             if isinstance(first, DTensor):
                 for axis in sharded_axes(first):

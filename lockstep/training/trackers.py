@@ -17,7 +17,8 @@ from typing import Any
 from lockstep.ground.collective import stopping_together
 from lockstep.ground.errors import UserError, first_line
 
-PROJECT = "lockstep"  # of Weights & Biases, and the experiment of MLflow, unless their environment variables name another
+# Of Weights & Biases, and the experiment of MLflow, unless their environment variables name another
+PROJECT = "lockstep"
 
 
 class TensorBoard:
@@ -57,7 +58,8 @@ class Wandb:
 
     def result(self, texts: dict[str, str], numbers: dict[str, float], files: Sequence[Path]) -> None:
         self.run.summary.update(texts | numbers)
-        for path in files:  # a copy: its own `save` makes a link, and a later run may replace the file
+        # A copy: its own `save` makes a link, and a later run may replace the file
+        for path in files:
             shutil.copy(path, self.run.dir)
 
 

@@ -33,7 +33,8 @@ def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
     that cannot be compared, a step without reference, an incomplete yardstick, and damaged files.
     """
     _require_yardstick(reference, dumps)
-    dumps = {name: dumps[name] for name in in_order(dumps)}  # so that nothing depends on their order
+    # Nothing may depend on the order in which they are given
+    dumps = {name: dumps[name] for name in in_order(dumps)}
     baseline, precision = dumps[BASELINE], _precision(reference)
     for dump in dumps.values():
         require_comparable_dumps(dump, reference)

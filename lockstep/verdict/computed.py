@@ -30,7 +30,8 @@ class Computed:
     gradients: Gradients  # of its loss
     # None where no labels reach the model: the gradients then follow from the recorded one at the logits
     loss: float | None
-    arrived: float  # at the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
+    # At the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
+    arrived: float
     terms: dict[str, Term]
     # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     modules: MutableMapping[str, torch.Tensor]

@@ -51,11 +51,13 @@ class Distance:
     own_norm: float  # 2-norm of the dump's tensor
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
-    scale: float  # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
+    # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
+    scale: float
     # Where terms of a sum all but cancel, rounding errors are of the size of these: of a gradient, the largest micro batch's; of a first moment,
     # what it keeps of the one before; of a parameter, what that gives to its change.
     terms: Size = Size(0.0, 0.0)
-    unequal: str = ""  # of the batch, whose numbers are equal or not: how many are not, and where first
+    # Of the batch, whose numbers are equal or not: how many are not, and where first
+    unequal: str = ""
 
     @property
     def errors(self) -> Size:

@@ -23,7 +23,8 @@ BLOCKS = 32  # at most, that a dim is cut into
 SUMS = 2**18  # of a tensor, at most: beyond, neighbours in a row are summed first
 LEAST = 16  # elements other than zero that a part needs, and columns
 FEWEST = 2.0  # degrees of freedom that a standard error needs
-ZERO = 2.0**-40  # of a tensor's largest element: what is smaller in float64 is zero in exact arithmetic
+# Of a tensor's largest element: what is smaller in float64 is zero in exact arithmetic
+ZERO = 2.0**-40
 NOTHING = 4 * 2.0**-24  # a factor that float32 arithmetic may leave in all of a tensor
 MANY = 1e6  # degrees of freedom of a standard error that is taken as known
 WHOLE = 0  # the first projection is of all of a tensor

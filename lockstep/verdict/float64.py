@@ -88,7 +88,8 @@ class Told(CountsTopk):
         # Where somebody asks for it: by the number of a call that draws, and by the place of code that reads a tensor's dtype
         self.dtypes: dict[int | Place, torch.dtype] | None = None
         self.reads = Counter[tuple[CodeType, int]]()
-        self.entropies: list[Entropy] | None = None  # calls of cross_entropy, where somebody asks for them
+        # Calls of cross_entropy, where somebody asks for them
+        self.entropies: list[Entropy] | None = None
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         if getattr(function, "__self__", None) is torch.Tensor.dtype:

@@ -126,7 +126,8 @@ def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model:
         before = reference if step == 1 else dump
         weights = [f"parameter/{name}" for name in dump.layout.parameters]
         inputs = [f"batch/{name}" for name in dump.samples.inputs]
-        if before.has(step - 1, *weights) and dump.has(step, *inputs):  # a run that lacks tensors fails
+        # A run that lacks tensors fails
+        if before.has(step - 1, *weights) and dump.has(step, *inputs):
             found, chosen = _judge_step(dump, before, reference, step, exact, plain)
             rows += found
             choices += chosen

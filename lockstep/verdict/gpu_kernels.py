@@ -39,7 +39,8 @@ def in_place(device: str) -> Iterator[None]:
         return
     before = {name: sys.modules.get(name) for name in PACKAGES}
     sys.modules.update(dict.fromkeys(PACKAGES, sys.modules[__name__]))
-    private = ("flex_attention._validate_device", "_sdpa_kernel")  # other versions may not have them
+    # Other versions may not have them
+    private = ("flex_attention._validate_device", "_sdpa_kernel")
     try:
         with contextlib.ExitStack() as stack:
             for name in private:

@@ -21,9 +21,9 @@ UPDATE = {
     "average": 4,
 }  # unit roundoffs of the result, for the rounding errors of an optimizer step
 UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
-ZERO = (
-    2.0**-40
-)  # of the largest rms of a pass: a reference below it is zero in exact arithmetic, and what is left are its own rounding errors
+# Of the largest rms of a pass: a reference below it is zero in exact arithmetic, and what is left are its own
+# rounding errors
+ZERO = 2.0**-40
 LIMIT = {
     "fp32": 1e-5,
     "autocast": 0.2,
@@ -38,13 +38,13 @@ LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9, "bf16": 2.0**-9}  # of the arithmetic
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
-ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}  # of a dtype
+# Of a dtype
+ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 FINE = 10  # pictures of one pass that have all blocks
 MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
-PART = (
-    0.01  # of how far a distance is beyond what is tolerated, that a factor is, so that it is what is wrong
-)
+# Of how far a distance is beyond what is tolerated, that a factor is, so that it is what is wrong
+PART = 0.01
 MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
 NEAREST = 4  # tensors that are near enough and have a picture, too
 # Elements of a tensor that has a picture: several times as much memory is needed to draw it, in float64
@@ -66,7 +66,8 @@ class Judgement:
     distance: Distance
     tolerated: float  # of the 2-norm of the error
     tolerated_largest: float  # of the largest error of one element
-    where: str = ""  # of a recorded run's module: the micro batch and the rank that it was worst for
+    # Of a recorded run's module: the micro batch and the rank that it was worst for
+    where: str = ""
     ranks: dict[int, float] = field(default_factory=dict)  # of the same: `multiple` there
     picture: Picture | None = field(default=None, compare=False)
     factor: Factor | None = None  # that its distance hides

@@ -90,7 +90,8 @@ def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> C
     odd = _moved_in_one(baseline, other)
     if odd:
         problems.append(f"not the same tensors were trained: {', '.join(odd[:3])} moved in one run only")
-    pairs = list(zip(baseline.steps, other.steps, strict=False))  # one that broke down has fewer steps
+    # One that broke down has fewer steps
+    pairs = list(zip(baseline.steps, other.steps, strict=False))
     differences = [theirs["loss"] - mine["loss"] for mine, theirs in pairs]
     gaps, norms = [*map(abs, differences)], [norm_gap(*pair) for pair in pairs]
     mean = sum(gaps) / len(gaps)
@@ -172,7 +173,8 @@ def tolerance_for(baseline: History, control: History | None = None) -> Toleranc
             )
         return fixed
     require_control(baseline, control)
-    if any(not is_finite(step) for step in baseline.steps):  # it fails anyway; its control shows nothing
+    # A baseline that is not finite fails anyway, and its control shows nothing
+    if any(not is_finite(step) for step in baseline.steps):
         nothing = (0.0,) * len(baseline.steps)
         return fixed or Tolerance(nothing, 0.0, nothing, "nothing: DDP broke down", len(nothing))
     gaps, norms = ([*map(gap, baseline.steps, control.steps)] for gap in (loss_gap, norm_gap))

@@ -69,7 +69,8 @@ class Noise:
     floor: float  # by which two correct runs may differ in the first step
     first: float  # by which a control run may: its weights differ, too
     growth: float  # a step may have so many times the largest gap so far
-    alone: float  # and so many times the largest of its NEIGHBOURS; stable training reaches a third of both
+    # and so many times the largest of its NEIGHBOURS; stable training reaches a third of both
+    alone: float
     unit: str
 
 

@@ -24,9 +24,8 @@ from lockstep.verdict.judgement import FLOOR
 SAME = 1e-9  # relative: the float64 loss is this mean over tokens
 ROWS = 64  # tokens at once
 ALIKE = 0.01  # relative: the weights of all tokens are one
-SURE = (
-    1e-3  # of the basis' size: where a label is all but certain, the gradient is too small to have a weight
-)
+# Of the basis' size: where a label is all but certain, the gradient is too small to have a weight
+SURE = 1e-3
 CLOSE = {
     torch.float64: 1e-3,
     torch.float32: 1e-3,
@@ -48,15 +47,15 @@ class Mean:
     targets: torch.Tensor | None = (
         None  # the token that each position must give, -1 where none; None: not known
     )
-    labels: str = (
-        ""  # the input that they are made of; "" if they are those that the gradient at the logits says
-    )
+    # The input that they are made of; "" if they are those that the gradient at the logits says
+    labels: str = ""
 
 
 @dataclass
 class Recognised:
     labels: torch.Tensor  # (...), -1 where none
-    weight: float  # of each token's cross-entropy in what was trained on; 0 if tokens are not weighed alike
+    # Of each token's cross-entropy in what was trained on; 0 if tokens are not weighed alike
+    weight: float
     smoothing: float
     rest: float  # of the gradient, relative, that this leaves
 

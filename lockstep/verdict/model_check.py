@@ -19,7 +19,8 @@ from lockstep.plan.config import Config
 from lockstep.training.optim import named_trained
 from lockstep.verdict.float64 import Float64, make_exact
 
-STEPS = (1e-5, 1e-6, 1e-7)  # of the differences; where a router jumps within one of them, another serves
+# Of the differences; where a router jumps within one of them, another serves
+STEPS = (1e-5, 1e-6, 1e-7)
 # Relative. In float64 the differences are off by 1e-8 at 1e-6 (truncation falls as the step squared), and by 1e-2 and more in float32.
 TOLERANCE = 1e-6
 APART = 1e-12  # relative: what another grouping of tokens, as to experts, changes in float64

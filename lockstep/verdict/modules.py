@@ -58,7 +58,8 @@ class Modules:
 
     def _tolerated_regret(self, exact: torch.Tensor, near: torch.Tensor) -> float:
         """Two scores that are near each other may each be as far off as any score of a correct run."""
-        finite = exact.isfinite() & near.isfinite()  # a group of experts that is left out may have none
+        # A group of experts that is left out may have none
+        finite = exact.isfinite() & near.isfinite()
         scores = exact[finite]
         error = float((near[finite] - scores).abs().max())
         return 2 * (MULTIPLE * error + FLOOR * UNIT[self.precision] * float(scores.abs().max()))
@@ -85,7 +86,8 @@ class Modules:
                     if scale is None and bool(near[name].any()):
                         scale = distance_of(tensor, near[name]).scale
                         self.scales[number, rank] = scale
-                    elif self.factors is not None:  # what arrives later follows from what was recorded
+                    elif self.factors is not None:
+                        # What arrives later follows from what was recorded
                         scale = 1.0
                 scales[name] = 1.0 if scale is None else scale
         # One in a lower dtype than one process gives is no better for it

@@ -23,13 +23,16 @@ class Picture:
 
     shape: list[int]
     blocks: tuple[int, int]  # elements of a block, down and across
-    cells: str  # a character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
-    largest: float  # error of an element, at the highest level; each level below is DECADES / 61 less
+    # A character for each block, row by row: "." no error, "!" not finite, else one of LEVELS
+    cells: str
+    # error of an element, at the highest level; each level below is DECADES / 61 less
+    largest: float
     beyond: float  # this error, to two digits, an element is wrong
     wrong: int  # elements that are
     # Of each dim, [start, length] of the runs of slices with wrong elements; one behind RUNS of them holds all others
     slices: list[list[list[int]]]
-    elements: list[tuple[list[int], float, float]]  # index, the run's, the reference's; the farthest first
+    # index, the run's, the reference's; the farthest first
+    elements: list[tuple[list[int], float, float]]
     # Of at most COARSE blocks along each side: elements of a block, and its share of the squared error in PARTS, row by row
     squares: tuple[int, int, list[int]] | None = None
 

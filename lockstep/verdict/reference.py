@@ -180,7 +180,8 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         init_weights_path=inputs.start.file(),
     )
     with torch.no_grad():
-        for parameter in model.parameters():  # those of a run in bfloat16 are rounded before its first step
+        # Those of a run in bfloat16 are rounded before its first step
+        for parameter in model.parameters():
             parameter.copy_(parameter.to(config.parameter_dtype))
     strategy = ReferenceStrategy(model, config, layout_of(inputs.architecture, config.attn_impl).choices)
     initial = (

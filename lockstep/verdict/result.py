@@ -248,7 +248,8 @@ class Result:
     baseline: str  # the run whose losses the others' are held against
     losses: list[Loss]
     has_reference: bool = False
-    pairs: dict[str, Measured] = field(default_factory=dict)  # of step 1, every tensor but the update's
+    # Of step 1, every tensor but the update's
+    pairs: dict[str, Measured] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
         """What a report calls a run; without a reference, its folder."""

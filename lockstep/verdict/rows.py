@@ -37,7 +37,8 @@ class StepVerdict:
     micro_batches: int = 0
     shares: int = 0  # of the samples: data-parallel ranks
     pieces: int = 1  # that samples are cut into
-    cut: list[tuple[int, ...]] = field(default_factory=list)  # the ranks that have pieces of the same samples
+    # The ranks that have pieces of the same samples
+    cut: list[tuple[int, ...]] = field(default_factory=list)
     tokens: int = 0  # of the global batch; 0 if it is not known
     named: Named | None = None  # what the gradient is a mean over
     factor: float = 1.0  # of the gradient, before clipping

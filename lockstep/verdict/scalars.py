@@ -14,7 +14,8 @@ from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import LIMIT, ROUNDOFF, Judgement
 from lockstep.verdict.loss_tolerance import GROWTH, RANK_ULPS, loss_noise
 
-NORM = 8  # float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
+# float32 unit roundoffs of a recorded gradient norm: summed in float64, passed on in float32
+NORM = 8
 # times the error that the norm of the same gradients has here, summed in float32; another order, another error
 SUMMED_IN_FLOAT32 = 2
 
@@ -53,7 +54,8 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
     """
     shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
     batch = ("batch/input_ids", "batch/labels")
-    everyone = (baseline, *references.values(), *dumps.values())  # they have one batch; some may lack it
+    # All have one batch; some may lack it
+    everyone = (baseline, *references.values(), *dumps.values())
     holder = next((dump for dump in everyone if dump.has(step, *batch)), baseline)
     ids, labels = (holder.tensor(step, name).numpy() for name in batch)
     rows = len(ids) // shares
@@ -159,7 +161,8 @@ class Chosen:
 
     step: int
     name: str  # of the output that has it
-    regret: float  # by how much a score that was not chosen is above one that was, at most, in the reference
+    # By how much a score that was not chosen is above one that was, at most, in the reference
+    regret: float
     tolerated: float
 
     @property

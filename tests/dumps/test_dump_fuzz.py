@@ -25,12 +25,30 @@ from lockstep.ground.errors import UserError
 SECONDS = 20  # for one comparison, which takes a fifth of a second
 FOLDERS = ("ddp", "fsdp", "reference", "replay_ddp", "replay_fsdp")
 # Free text and notes: they are shown, and no verdict depends on them.
-NOTES = ("origin", "architecture_source", "model_name", "num_epochs", "debug_steps", "dataset_name", "log_interval", "device", "backend",
-         "num_steps", "sharded", "save_init_weights", "num_layers", "capture_steps", "biased_linear_dtype", "initial_weights",
-         "bucket_cap_mb",  # changes no number
-         "optimizer_implementation", "attention",
-         "module_settings",  # a library may replace a module by its own, so a name may be missing
-         "activation_checkpointing")  # of the reference, which has none; other dumps' contracts hold it  # fmt: skip
+NOTES = (
+    "origin",
+    "architecture_source",
+    "model_name",
+    "num_epochs",
+    "debug_steps",
+    "dataset_name",
+    "log_interval",
+    "device",
+    "backend",
+    "num_steps",
+    "sharded",
+    "save_init_weights",
+    "num_layers",
+    "capture_steps",
+    "biased_linear_dtype",
+    "initial_weights",
+    "bucket_cap_mb",  # changes no number
+    "optimizer_implementation",
+    "attention",
+    "module_settings",  # a library may replace a module by its own, so a name may be missing
+    # Of the reference, which has none; other dumps' contracts hold it  # fmt: skip
+    "activation_checkpointing",
+)
 KINDS = (
     ["manifest"] * 2
     + ["manifest, sealed"] * 3

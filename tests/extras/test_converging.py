@@ -67,7 +67,8 @@ def test_each_test_finds_what_it_can():
     *baseline, run = curves(np.random.default_rng(0))
     right = run[:3].copy()
     assert judge(right, *baseline) == {OTHER: None, SAME: None}
-    assert judge(baseline[0][:3], *baseline)[SAME] is None  # the control itself: no farther than the twin
+    # The control itself: no farther than the twin
+    assert judge(baseline[0][:3], *baseline)[SAME] is None
     small, large, late = right + 0.05, right + 1.0, right.copy()
     late[:, 12:] += 0.5
     assert judge(small, *baseline) == {OTHER: None, SAME: 10}  # hidden in the spread over seeds

@@ -78,7 +78,8 @@ def test_options_of_fsdp_by_hand():
     layers, at_once = (planned(f"{few} {name}").moments[plan.LOSS] for name in ("layer", "model"))
     assert at_once.total > layers.total  # the flat buffer of the whole model
     mixed = planned(f"{one} --precision mixed")
-    assert mixed.moments[plan.LOSS].parameters == 2 * WHOLE + 2 * WHOLE  # float32 shards, bfloat16 gathered
+    # float32 shards, bfloat16 gathered
+    assert mixed.moments[plan.LOSS].parameters == 2 * WHOLE + 2 * WHOLE
     assert state(mixed) == state(planned(one))
     assert planned(f"{one} --gradient_accumulation_steps 2").moments[plan.LOSS].gradients == 4 * WHOLE
     every = f"{one} --gradient_accumulation_steps 2 --gradient_sync every"
@@ -90,7 +91,8 @@ def test_options_of_ddp_by_hand():
     twice = planned("ddp --gradient_as_bucket_view false")
     assert state(twice) == (4 * WHOLE, 8 * WHOLE, 8 * WHOLE)
     step = plain.moments[plan.UPDATE].temporary
-    for cap, last in (("25", WHOLE), ("0.5", WHOLE - 2048 * 64)):  # MiB; the head alone has half of one
+    # MiB; the head alone has half of one
+    for cap, last in (("25", WHOLE), ("0.5", WHOLE - 2048 * 64)):
         compressed = planned(f"ddp --compress_gradients bf16 --bucket_cap_mb {cap}")
         assert compressed.moments[plan.UPDATE].temporary - step == 2 * last
     bf16, mixed = (planned(f"ddp --precision {name}").moments[plan.LOSS] for name in ("bf16", "mixed"))
@@ -104,7 +106,8 @@ def test_zero_by_hand():
     found = {
         stage: state(planned(f"deepspeed --tp_size 1 --dp_size 4 --zero_stage {stage}")) for stage in range(4)
     }
-    assert found[0] == (4 * WHOLE, 4 * WHOLE, 8 * WHOLE)  # torch's own optimizer: no copy of the weights
+    # torch's own optimizer: no copy of the weights
+    assert found[0] == (4 * WHOLE, 4 * WHOLE, 8 * WHOLE)
     assert found[1][0] == found[2][0] == 4 * WHOLE
     assert found[1][2] == found[2][2] == found[3][2] == 12 * WHOLE // 4
     # the second of four shares begins in the embedding and ends in the head's beginning, after all layers

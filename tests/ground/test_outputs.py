@@ -10,7 +10,12 @@ from lockstep.ground import files
 KEPT = "was not written by Lockstep and is not replaced"
 # what must be given besides
 ARGUMENTS = {"detection_limit": ["x"], "noise_floor": ["--work_dir", "x"], "damaged_files": ["text"]}
-PROGRAMS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if '"--output"' in path.read_text() and path.stem != "outputs")  # fmt: skip
+# fmt: skip
+PROGRAMS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if '"--output"' in path.read_text() and path.stem != "outputs"
+)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -62,7 +67,18 @@ RUN = ["--debug_steps", "1", "--device", "cpu", "--control"]
 FAULTS = ["run_faults.py", "tie_broken", "--output", "OUT/f.json"]
 DDP = ["train_ddp.py", "--dry_run", "--loss_output_dir", "OUT", *RUN]
 # it removes older results before its first run; test_initial_weights.py runs the whole script
-PLAN = ["run_verification.py", "--part", "plan", "--loss_output_dir", "OUT", "--capture_dir", "OUT/tensors", "--overwrite", *RUN]  # fmt: skip
+# fmt: skip
+PLAN = [
+    "run_verification.py",
+    "--part",
+    "plan",
+    "--loss_output_dir",
+    "OUT",
+    "--capture_dir",
+    "OUT/tensors",
+    "--overwrite",
+    *RUN,
+]
 KEEPS = [
     (FAULTS, "f.json"),
     (FAULTS, "f.md"),

@@ -85,9 +85,23 @@ def test_local_folder(tmp_path):
 
 
 def test_keys_have_the_names_that_all_architectures_share(tmp_path):
-    published = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "vocab_size": 99}  # fmt: skip
+    # fmt: skip
+    published = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 128,
+        "vocab_size": 99,
+    }
     architecture, _ = resolved(tmp_path, published, 2)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}  # fmt: skip
+    # fmt: skip
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
     assert sizes.items() <= architecture.items() and not {"n_embd", "n_layer"} & architecture.keys()
     assert parameter_shapes(architecture)["transformer.wpe.weight"] == (128, 64)
 

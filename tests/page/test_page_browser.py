@@ -423,7 +423,8 @@ def test_shards_of_positions(opened):
 
 
 LAYER = "model.layers.0.mlp.up_proj"
-PIECES = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}  # cp rank 0 has the head and the tail of each sequence
+# cp rank 0 has the head and the tail of each sequence
+PIECES = {"cp": [[[0, 4], [12, 4]], [[4, 8]]]}
 STAGES = {"pp": {"units": [[["embedding", 0]], [[1, "lm_head"]]]}}
 
 

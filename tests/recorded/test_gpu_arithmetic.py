@@ -116,7 +116,8 @@ class InTf32(TorchDispatchMode):
     ("kind", "use"), [(Small, "matmul"), (Pixels, "convolution"), (Recurrent, "recurrent")]
 )
 def test_a_run_in_tf32_passes(tmp_path, capsys, kind, use):
-    said = ["convolution"] if use == "recurrent" else ["matmul", "convolution"]  # torch's default, and all
+    # torch's default, and all
+    said = ["convolution"] if use == "recurrent" else ["matmul", "convolution"]
     with InTf32(), gpu_arithmetic.without_onednn():
         recorded(tmp_path, kind, tf32=said)
     status, out = verdict(tmp_path, capsys)
@@ -192,7 +193,8 @@ class _Cut(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("device", "by", "autocast", "passes"),
     [
-        ("cuda:0", 7e-7, False, True),  # as tensor cores that cut sums, three for one product in float32
+        # As tensor cores that cut sums, three for one product in float32
+        ("cuda:0", 7e-7, False, True),
         ("cpu", 7e-7, False, False),
         ("cuda:0", 3e-6, False, False),
         ("cuda:0", 4e-3, True, False),
@@ -333,7 +335,8 @@ def test_functions_that_a_gpu_alone_computes_in_16_bits_or_in_the_widest_dtype()
         for place, call in enumerate(those):
             with autocast, AUTOCAST:
                 assert call().dtype == dtype, (dtype, place)
-            with autocast, contextlib.suppress(RuntimeError):  # what a CPU refuses, or has otherwise
+            # What a CPU refuses, or has otherwise
+            with autocast, contextlib.suppress(RuntimeError):
                 assert call().dtype != dtype, (dtype, place)
 
 
@@ -378,11 +381,13 @@ def test_the_functions_are_those_of_the_installed_torch():
     ):
         body = header.partition(f"#define {table}")[2].partition("\n\n")[0]
         names = set(re.findall(r"_\((\w+)", body))
-        scales = {name for name in names if "upsample" in name}  # functions of C++: `interpolate` calls them
+        # Functions of C++: `interpolate` calls them
+        scales = {name for name in names if "upsample" in name}
         assert len(names) >= 8 and names - scales <= known, names - scales - known
     on_a_gpu = set(
         re.findall(
             r"_\((\w+)", header.partition("#define AT_FORALL_LOWER_PRECISION_FP(_)")[2].partition("\n\n")[0]
         )
     )
-    assert AUTOCAST.in_sixteen_bits - {"multi_dot"} <= on_a_gpu  # linalg.multi_dot, as Python calls it
+    # linalg.multi_dot, as Python calls it
+    assert AUTOCAST.in_sixteen_bits - {"multi_dot"} <= on_a_gpu

@@ -351,7 +351,8 @@ ORDERS = {
     "others": (lambda ids: torch.randint(0, 100, (4, LENGTH)), True, 0),  # such as classes
     # A task of recurrent models: at each place, give the token of three places before
     "earlier": (lambda ids: F.pad(ids[:, :-4], (3, 0), value=-100), True, 0),
-    "backwards": (lambda ids: ids[:, :-1].flip(1), False, 0),  # which a model that sees all may learn
+    # A model that sees all positions may learn this
+    "backwards": (lambda ids: ids[:, :-1].flip(1), False, 0),
 }
 
 

@@ -277,7 +277,8 @@ def test_a_weight_in_16_bits_is_off_by_rounding_alone(tmp_path, capsys):
         return F.cross_entropy(out, labels) + 1 - (both + 1e-6) / (likely.sum() + wanted.sum() + 1e-6)
 
     torch.manual_seed(0)
-    with torch.autocast("cpu", cache_enabled=False):  # whose weights would be those of the first step
+    # Whose weights would be those of the first step
+    with torch.autocast("cpu", cache_enabled=False):
         trained(tmp_path, Convolved(), lambda: (torch.rand(2, 3, 32, 32),), loss=loss)
     status, out = verdict(tmp_path, capsys)
     assert status == 0, out

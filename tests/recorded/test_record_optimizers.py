@@ -51,7 +51,8 @@ NOT_JUDGED = {
 @pytest.fixture(scope="module")
 def judged(new_folder):
     folder = new_folder("optimizers")
-    steps = dict.fromkeys([*RIGHT, *WRONG, *NOT_JUDGED], 2)  # what is kept of one step is in the next
+    # What is kept of one step is in the next
+    steps = dict.fromkeys([*RIGHT, *WRONG, *NOT_JUDGED], 2)
     run_groups([(2, "record_optimizers:run", folder, steps)], timeout=1600)
     return folder
 

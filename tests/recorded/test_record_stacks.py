@@ -412,7 +412,8 @@ def test_a_stack_passes(runs, name, capsys):
         runs / name / "run", RIGHT[name][3], capsys, tolerated=1e-3 if "bf16" in name else 1e-5
     )
     if "tp" in name and "ep" not in name:  # its experts are called with tokens of their own
-        assert "of other shapes than in the reference" not in said  # shards of outputs are put together
+        # shards of outputs are put together
+        assert "of other shapes than in the reference" not in said
 
 
 def require_pass(folder: Path, gradient: str, capsys, tolerated: float = 1e-5) -> str:

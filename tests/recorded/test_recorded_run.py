@@ -62,7 +62,8 @@ def judged(*recordings, with_replacement=False):
     [
         ([Made(epochs(1))], ""),
         ([Made(epochs(3), data_sets=[DATA])], ""),
-        ([Made([[2 * own for own in step] for step in epochs(1)], data_sets=[DATA])], ""),  # two views
+        # Two views
+        ([Made([[2 * own for own in step] for step in epochs(1)], data_sets=[DATA])], ""),
         ([Made([[2 * own[:1] for own in step] for step in epochs(1)])], "7 samples were seen again"),
         ([Made(epochs(1)[:2]), Made(epochs(1)[2:])], ""),  # resumed where it ended
         ([Made(epochs(1)[:3]), Made(epochs(1))], "samples were seen again before others"),
@@ -100,7 +101,8 @@ def test_windows_of_ranks_that_overlap():
         "in each step, sample 2 of rank 0 is sample 0 of rank 1: what ranks read overlaps"
     ]
     assert judged(Made(made), with_replacement=True).wrong == judged(Made(made[:2])).wrong == []
-    fixed = [[[7, *own[1:]], [7, *other[1:]]] for own, other in epochs(1)]  # such as a prompt in each batch
+    # Such as a prompt in each batch
+    fixed = [[[7, *own[1:]], [7, *other[1:]]] for own, other in epochs(1)]
     assert not any("overlaps" in said for said in judged(Made(fixed)).wrong)
 
 
@@ -162,7 +164,8 @@ def test_a_learning_rate_of_one_rank():
     assert judged(made).wrong == []
     made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.1, 0.4]})
     assert judged(made).wrong == ["step 3: the learning rate is 0.4 on rank 1 and 0.2 on rank 0"]
-    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.4]})  # the rank has other groups
+    # The rank has other groups
+    made.runs[1][2] = made.runs[1][2].model_copy(update={"rates": [0.4]})
     assert judged(made).wrong == []
 
 

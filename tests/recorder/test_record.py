@@ -313,7 +313,8 @@ with lockstep.record(net, "{output}"):
     net(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
 """
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # which has no file either
+    # An interactive session has no file either
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
 
     def run(kind):
         exec(loop.format(kind=kind, output=tmp_path / kind), vars(sys.modules["__main__"]))
@@ -919,7 +920,8 @@ def test_what_a_recording_says_of_a_method_leads_nowhere_else(value):
     about["attributes"]["hook"] = value
     with pytest.raises(UserError, match="the recorded model cannot be built again"):
         building.build(about, tensors)
-    about["attributes"]["hook"] = {"method": [{"module": ""}, "reset_parameters"]}  # negative control
+    # negative control
+    about["attributes"]["hook"] = {"method": [{"module": ""}, "reset_parameters"]}
     assert building.build(about, tensors).hook.__func__ is torch.nn.Linear.reset_parameters
 
 

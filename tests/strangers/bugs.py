@@ -28,11 +28,13 @@ class Expected(NamedTuple):
 
     seen_in: str  # public thread
     step: int  # the first in which it acts
-    kind: str  # of the first tensor that must be wrong; a loss is no tensor, and the first tensor after it is its gradient
+    # Of the first tensor that must be wrong; a loss is no tensor, and the first tensor after it is its gradient
+    kind: str
     tensor: str  # how its name begins; "" where several may come first
     true: str  # what a true explanation says
     untrue: str  # what no explanation may say
-    may: str = ""  # a named cause, or the one line, is allowed if this pattern is found in it; "": only "not explained"
+    # A named cause, or the one line, is allowed if this pattern is found in it; "": only "not explained"
+    may: str = ""
     flags: tuple[str, ...] = ()
     end: str = "report"  # or "line": one line about contract or weights says it all
     never: str = ""  # what was said of it once and is false

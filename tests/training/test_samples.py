@@ -230,7 +230,8 @@ class Seen:
 
 class TestCountedOtherwise:
     labels = torch.zeros(4, 8).masked_fill(torch.arange(8) < torch.tensor([[1], [4], [2], [6]]), IGNORED)
-    counts = torch.tensor([7.0, 4.0, 6.0, 2.0])  # of each micro batch: of DP rank 0, then of DP rank 1
+    # Of each micro batch: of DP rank 0, then of DP rank 1
+    counts = torch.tensor([7.0, 4.0, 6.0, 2.0])
     by_rank = (19 / (2 * torch.tensor([11.0, 11.0, 8.0, 8.0])))[:, None, None]
 
     def cause(self, weights, labels=labels):

@@ -30,7 +30,8 @@ CASES = [
 GRADIENT = 5e-6
 # AdamW turns a relative gradient error into an equal error of the update, except where a gradient is all noise.
 UPDATE = 1e-3
-MOMENTS = {"exp_avg": GRADIENT, "exp_avg_sq": 2 * GRADIENT}  # linear in the gradient, and a square of it
+# linear in the gradient, and a square of it
+MOMENTS = {"exp_avg": GRADIENT, "exp_avg_sq": 2 * GRADIENT}
 
 
 @functools.cache

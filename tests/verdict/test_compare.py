@@ -303,7 +303,8 @@ def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(
     """Whatever the order of the arguments. A later step has no reference if the parameters before it are not there."""
     folders = {name: all_copied / name for name in ("ddp", "fsdp", "reference")}
     orders = list(itertools.permutations(folders.values()))
-    if lacking != "one tensor":  # what is lacking is looked for after the dumps have been put in order
+    # What is lacking is looked for after the dumps have been put in order
+    if lacking != "one tensor":
         orders = orders[:: len(orders) - 1]
     assert {verdict(capsys, *order)[0] for order in orders} == {0}  # negative control
     take_out(folders["fsdp"], LACKING[lacking])

@@ -48,7 +48,8 @@ def test_no_tolerance_no_verdict():
         (spoil(s1={"loss": 7.4 + 3e-6}), False, True),  # the first loss has the tightest bound
         (spoil(s9={"loss": 6.6 + 2e-5}), False, True),
         (history("fsdp", shift=4e-7), True, True),
-        (history("fsdp", shift=-3e-6), False, True),  # small, but always on one side: first and mean
+        # small, but always on one side: first and mean
+        (history("fsdp", shift=-3e-6), False, True),
         (spoil(s20={"grad_norm": 1.5 * (1 + 2e-5)}), True, False),
         (spoil(s20={"grad_norm": 1.5 * (1 - 5e-6)}), True, True),
         (spoil(s7={"loss": math.nan}), False, True),

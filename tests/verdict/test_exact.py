@@ -15,7 +15,8 @@ from lockstep.verdict.float64 import Float64, Told, make_exact
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS = ["tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-mistral", "tiny-gpt2"]
-EXACT = 1e-12  # relative; rounding errors of float64 are a thousandth of it, those of float32 ten thousand times it
+# Relative; rounding errors of float64 are a thousandth of it, those of float32 ten thousand times it
+EXACT = 1e-12
 ROTARY = "model.rotary_emb"
 
 
