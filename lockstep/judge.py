@@ -19,10 +19,11 @@ import argparse
 from pathlib import Path
 
 from lockstep.ground import processes
-from lockstep.ground.errors import run_program
+from lockstep.ground.errors import CommunicatesError, run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.recorded import against as recorded_against
+from lockstep.recorded import cut_by_code
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import run as recorded_run
 from lockstep.recorder import surroundings
@@ -94,7 +95,16 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
     """The exit status."""
     before, other = ([Recording(one)] if one else [] for one in (options.after, options.against))
     memory = None if options.memory is None else options.memory * 1e9
-    steps = judging.judge(recording, options.expect, options.loss, memory, options.workers, ray=options.ray)
+    how = (options.expect, options.loss, memory, options.workers)
+    try:
+        if any(cut_by_code.is_cut(recording, one) for one in other):
+            raise CommunicatesError
+        steps = judging.judge(recording, *how, ray=options.ray)
+    except CommunicatesError:
+        if not other:
+            raise
+        recording = cut_by_code.CutByCode(recording.folder, other[0])
+        steps = judging.judge(recording, *how, ray=options.ray)
     run = recorded_run.judge(
         [*before, recording],
         with_replacement=options.with_replacement,
@@ -102,6 +112,10 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
         views=any(one.views for one in steps),
         recorded=0 if before else len(steps),
     )
+    if isinstance(recording, cut_by_code.CutByCode):
+        run.notes.append(
+            f"the reference is the model of {options.against}, as the code of this run's own model cuts it among ranks or communicates"
+        )
     for one in other:
         recorded_against.judge(run, recording, one, steps)
     page.write(recording, steps, run)

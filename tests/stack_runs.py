@@ -1,4 +1,4 @@
-"""torchrun starts this with a file of rows: the script of every row is recorded by processes that its ranks fork after the imports, one or two each.
+"""torchrun starts this with a file of rows: the script of every row is recorded by processes that its ranks fork after the imports, at most two each.
 
 A row is {"ranks", "folder", "port", "script", "arguments", "steps"}. The folder gets the recording, `run`, and of each rank its output, `log_R`, and exit status, `status_R`.
 """
@@ -43,9 +43,9 @@ def main(path: str) -> None:
     )
     for row in json.loads(Path(path).read_text()):
         began = time.monotonic()
-        own = row["ranks"] // int(os.environ["WORLD_SIZE"])  # of this process: two of four ranks
-        first = int(os.environ["RANK"]) * own
-        children = {rank: os.fork() or os._exit(record_row(row, rank)) for rank in range(first, first + own)}
+        # Of this process: two of four ranks, or the only one
+        ranks = range(int(os.environ["RANK"]), row["ranks"], int(os.environ["WORLD_SIZE"]))
+        children = {rank: os.fork() or os._exit(record_row(row, rank)) for rank in ranks}
         for rank, child in children.items():
             status = wait(child, began + LIMIT)
             (Path(row["folder"]) / f"status_{rank}").write_text(str(status))

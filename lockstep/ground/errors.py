@@ -41,6 +41,10 @@ def printable(text: object, limit: int = LONGEST) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
+class CommunicatesError(UserError):
+    """Code that one process was to run communicates."""
+
+
 def communicates(error: Exception) -> bool:
     """Whether this was raised where ranks communicate, or by code that looks for its process group."""
     of_torch = any("/torch/distributed/" in one.filename for one in traceback.extract_tb(error.__traceback__))

@@ -103,9 +103,11 @@ class Free:
         first = next((row for row in self.modules.rows.values() if row.too_far), None)
         if first is not None and first.which_pass == "forward":
             verdict.wrong[before:before] = self._why(first, of_ranks)
+            later = {*of_ranks.of_clips}
             if of_ranks.unreduced:  # they differ as what they come from does
                 of_ranks.say_of_unreduced("", instead=True)
-                verdict.wrong.sort(key=lambda said: said.startswith("gradients differ"))
+                later |= {said for said in verdict.wrong if said.startswith("gradients differ")}
+            verdict.wrong.sort(key=lambda said: said in later)
         return wrong
 
     def _judge_samples(self, pieces: list[Called]) -> None:

@@ -29,6 +29,7 @@ class Ranks:
         self.unreduced: Wrong | None = None  # what is said of those that were not reduced
         self.odd = 0  # a rank that has others than the first
         self.of_update: list[str] = []  # what is wrong after it
+        self.of_clips: list[str] = []  # how ranks clip otherwise, which may be since their gradients differ
 
     def agreed(self, kind: str) -> Gradients:
         """Whole tensors by name; what replicas disagree in is wrong."""
@@ -168,14 +169,14 @@ class Ranks:
                 if not math.isfinite(own.norm) and not math.isfinite(other.norm):
                     return  # it is the gradient that is not finite
                 if not is_same_norm(own.norm, other.norm):
-                    self.verdict.wrong.append(
+                    self.of_clips = [
                         f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
-                    )
-                    return
+                    ]
+                    break
             if len(mine) != len(clips):
-                self.verdict.wrong.append(
-                    f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
-                )
+                self.of_clips = [f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"]
+            if self.of_clips:
+                self.verdict.wrong += self.of_clips
                 return
 
     def require_returned(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.ground.errors import UserError, communicates, first_line
+from lockstep.ground.errors import CommunicatesError, UserError, communicates, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
@@ -118,13 +118,16 @@ class Reference(Model):
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
             said = str(error)
-            why = "; its forward pass communicates, which one process cannot" * communicates(error)
             left_out = sorted(  # first what the error names
                 self.recording.tree.get("left_out", []),
                 key=lambda one: one.partition(":")[0].rpartition(".")[2] not in said,
             )
+            several = communicates(error) or any(one.endswith(": a ProcessGroup") for one in left_out[:1])
+            why = "; its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
+            why *= several
             why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
-            raise UserError(
+            kind = CommunicatesError if several else UserError
+            raise kind(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:

@@ -61,17 +61,6 @@ def _enlist(module: torch.nn.Module) -> None:
         capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-class Left:
-    """In the place of an object that could not be recorded: the numbers and texts of it that the model's code may read."""
-
-    def __init__(self, values: TREE):
-        self.__dict__.update(values)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        raise TypeError("what the class is of an object that was left out is not known")
-
-
 class Building:
     def __init__(self, tensors: dict[str, torch.Tensor], scripts: TREE):
         self.tensors, self.scripts = tensors, scripts
@@ -228,7 +217,7 @@ class Building:
             case "function":
                 return self.function(value)
             case "left":
-                return Left({key: self.value(one) for key, one in inside.items()})
+                return surroundings.Left({key: self.value(one) for key, one in inside.items()})
             case "same":
                 return self.objects[inside]
             case "object":

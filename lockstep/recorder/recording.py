@@ -26,7 +26,7 @@ class Recording:
     """A folder that a run was recorded into. Raises UserError for one that is none, or not whole."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.model_folder = folder
         user_file.run_nothing_of(folder)
         self._opened: dict[Path, Any] = {}
         self._holders: dict[int, dict[str, list[int]]] = {}
@@ -87,7 +87,7 @@ class Recording:
 
     def build(self) -> torch.nn.Module:
         """The recorded model, with its parameters on the meta device."""
-        return building.build(self.tree, self._load(self.folder / "model.safetensors"))
+        return building.build(self.tree, self._load(self.model_folder / "model.safetensors"))
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
@@ -111,8 +111,12 @@ class Recording:
         return self._opened[path]
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
+        """A block that a rank has of a tensor, NAME#NUMBER, or a tensor that is no block."""
+        return self._stored(rank, step, key)
+
+    def _stored(self, rank: int, step: int, key: str) -> torch.Tensor:
         if key.partition("#")[0] in self.steps[step - 1][rank].unchanged:
-            return self._tensor(rank, step - 1, key.replace("weight/", "updated/", 1))
+            return self._stored(rank, step - 1, key.replace("weight/", "updated/", 1))
         try:
             return self._file(rank, step).get_tensor(key)
         except SafetensorError as error:

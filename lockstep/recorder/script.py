@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.ground import user_file
+from lockstep.ground.errors import communicates
 
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNING = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 STAR = "*"
+
+
+class NoGroup:
+    """In the place of a process group, and of what a script makes of one: a judge has none."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("the judge has no process group")
+
+    __getattr__ = __getitem__ = __iter__ = __call__ = _refuse
 
 
 class Script:
@@ -83,6 +93,10 @@ class Definitions:
             exec(self.script.compiled(statement), vars(self.module))
         except SystemExit as ended:  # such as a parser's, which is given the judge's command line
             raise ImportError(f"line {statement.lineno} of {self.script.path} ends the program") from ended
+        except Exception as error:
+            if not (isinstance(statement, ASSIGNING) and communicates(error)):
+                raise
+            vars(self.module).update(dict.fromkeys(_bound(statement), NoGroup()))
 
 
 def _only_binds(statement: ast.stmt) -> bool:

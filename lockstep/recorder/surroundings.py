@@ -47,6 +47,21 @@ PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict, torch.dtype)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
+class Left:
+    """In the place of an object that could not be recorded: the numbers and texts of it that the model's code may read."""
+
+    def __init__(self, values: TREE):
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        of_processes = "; a judge has no process group" * bool(OF_PROCESSES.search(name.lower()))
+        raise AttributeError(f"{name} is of an object that was left out{of_processes}")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise TypeError("what the class is of an object that was left out is not known")
+
+
 def describe(model: torch.nn.Module) -> TREE:
     """Of the files that the classes of a model are of, and of those that these use."""
     classes = _classes(model)
@@ -74,6 +89,10 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
             place = places[name] if isinstance(places[name], type) else sys.modules.get(name)
             # A module may have another name than it says
             here = _plain(vars(place)) if place else {}
+            for key, one in those[name].items() if place and "__file__" in vars(place) else ():
+                made_later = any(key in names for names in _set_together(vars(place)["__file__"]))
+                if made_later and type(getattr(place, key, None)) in (type(None), Left):
+                    setattr(place, key, value(one))
             for key in here.keys() & those[name].keys():
                 if here[key] != those[name][key]:
                     inside, _, last = key.rpartition(".")
@@ -185,8 +204,9 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
-    """Their plain values, as JSON; those of objects as OBJECT.ATTRIBUTE."""
+    """Their plain values, as JSON; those of objects as OBJECT.ATTRIBUTE, and in the place of one that a function of the file makes."""
     found: TREE = {}
+    set_by_functions = set().union(*_set_together(names["__file__"])) if "__file__" in names else set()
     for name, value in list(names.items()):
         # What is in a user's file may raise anything when it is looked at.
         with contextlib.suppress(Exception):
@@ -198,6 +218,8 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
                 # One value is of no use without another that is no plain one, such as the length of a table
                 if of_data <= {key.partition(".")[0] for key in inside}:
                     found |= {f"{name}.{key}": one for key, one in inside.items()}
+                if name in set_by_functions:
+                    found[name] = {"left": inside}
             elif not isinstance(value, CODE):
                 found[name] = _Plain(name).value(value, name)
     if "__file__" in names:
@@ -209,7 +231,13 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
 
 
 def _is_hidden(name: str) -> bool:
-    return not name.isidentifier() or name.startswith("__") or bool(OF_PROCESSES.search(name.lower()))
+    of_others = OF_PROCESSES.search(name.lower()) and not _is_one_process()
+    return not name.isidentifier() or name.startswith("__") or bool(of_others)
+
+
+def _is_one_process() -> bool:
+    """What a run of one process says of its processes is so of the judge."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -13,6 +13,7 @@ from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import step
+from lockstep.recorded.cut_by_code import CutByCode
 from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import gpu_kernels
@@ -24,6 +25,7 @@ class Task:
     """What a process must be told to judge a step."""
 
     folder: Path  # of the recording
+    whole: Path | None  # another, whose model is the reference
     step: int
     expect: str | None
     loss: str | None  # FILE.py:NAME
@@ -39,6 +41,8 @@ class Task:
         """In a process that has not read the recording."""
         processes.keep_memory()
         recording = Recording(self.folder)
+        if self.whole is not None:
+            recording = CutByCode(self.folder, Recording(self.whole))
         with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
             return self.judge(recording)
 
@@ -65,7 +69,10 @@ def judge(
     if not ray:
         memory = (free_bytes() / 2 if memory is None else memory) / workers
     folder = recording.folder.absolute()
-    tasks = [Task(folder, step, expect, loss and user_file.absolute(loss), memory) for step in steps]
+    whole = recording.model_folder.absolute()
+    other = None if whole == folder else whole
+    loss = loss and user_file.absolute(loss)
+    tasks = [Task(folder, other, step, expect, loss, memory) for step in steps]
     if ray:
         verdicts = _over_ray(tasks)
     elif workers > 1:

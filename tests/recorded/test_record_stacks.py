@@ -334,6 +334,49 @@ WRONG = {
 }
 
 
+# Runs of a model that is cut among ranks by its own code, against one process: name -> (ranks, changes, what the verdict says)
+IN_PARTS = {
+    "in parts": (4, {}, "PASS: 2 steps"),
+    "in parts, backward not summed": (
+        2,
+        {"return reduced(gradient) if groups.tp > 1 else gradient": "return gradient"},
+        "gradients differ between ranks that hold the same: blocks.0.norm1.weight on rank 1 and 10 more; they were not reduced over ranks 0 and 1, or not all of them: "
+        "these have parts of one model, so a sum in the backward pass may be missing",
+    ),
+    "in parts, forward not summed": (
+        2,
+        {"return reduced(x) if groups.tp > 1 else x": "return x"},
+        "forward/embedding (micro batch 0, rank 0) is the first of 15 of 15 outputs",
+    ),
+    "in parts, summed twice": (
+        2,
+        {"        return gradient\n\n\nclass Column": "        return reduced(gradient)\n\n\nclass Column"},
+        "backward/blocks.1.up (micro batch 0, ranks 0, 1) is the first of",
+    ),
+    "in parts, bias of each": (
+        2,
+        {
+            "Reduce.apply(F.linear(x, self.weight)) + self.bias": "Reduce.apply(F.linear(x, self.weight, self.bias))"
+        },
+        "forward/blocks.0.out (micro batch 0, rank 0) is the first of",
+    ),
+    "in parts, other weights": (
+        2,
+        {
+            "    optimizer =": "    if dist.get_rank() == 1:\n        model.blocks[1].down.weight.data[3] += 0.1\n    optimizer ="
+        },
+        "it begins with other weights: blocks.1.down.weight by a relative",
+    ),
+    "in parts, clipped apart": (
+        2,
+        {
+            "return square.sqrt()": "return torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])"
+        },
+        "they were clipped by different norms",
+    ),
+}
+
+
 DESTROYS = """
 import gc, torch, torch.distributed as dist
 def main():
@@ -363,14 +406,13 @@ def runs(new_folder):
         for name, (ranks, script, arguments, _) in RIGHT.items()
     ]
     for name, (script, arguments, changes, _) in WRONG.items():
-        text = (EXAMPLES / script).read_text()
-        for old, new in changes.items():
-            assert text.count(old) == 1, f"{script} has {old!r} {text.count(old)} times"
-            text = text.replace(old, new)
-        changed = folder / name / script
-        changed.parent.mkdir()
-        changed.write_text(text)
-        rows.append(row(folder, name, 4 if name == "autotp same samples" else 2, changed, arguments, steps=1))
+        ranks = 4 if name == "autotp same samples" else 2
+        rows.append(row(folder, name, ranks, changed(folder / name, script, changes), arguments, steps=1))
+    rows += [
+        row(folder, name, ranks, changed(folder / name, "tensor_parallel.py", changes), f"--tp {tp}")
+        for tp, those in ((1, {"whole": (1, {}, "")}), (2, IN_PARTS))
+        for name, (ranks, changes, _) in those.items()
+    ]
     destroys = folder / "destroys.py"
     destroys.write_text(DESTROYS)
     rows.append(row(folder, "destroys its group", 2, destroys, ""))
@@ -381,6 +423,17 @@ def runs(new_folder):
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def changed(folder: Path, script: str, changes: dict[str, str]) -> Path:
+    """The example with these changes."""
+    text = (EXAMPLES / script).read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{script} has {old!r} {text.count(old)} times"
+        text = text.replace(old, new)
+    folder.mkdir()
+    (folder / script).write_text(text)
+    return folder / script
 
 
 def row(folder: Path, name: str, ranks: int, script: Path, arguments: str, steps: int = 2) -> dict:
@@ -435,6 +488,27 @@ def test_a_stack_with_a_bug_fails(runs, name, capsys):
     assert judge.main([str(runs / name / "run")]) == 1
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("FAIL: step 1: ") and WRONG[name][3] in said, said
+
+
+def test_one_process_has_the_whole_model(runs, capsys):
+    require_recorded(runs / "whole")
+    require_pass(runs / "whole" / "run", f"{TOKENS}, clipped", capsys)
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_model_that_is_cut_by_its_own_code(runs, name, capsys):
+    """By itself it is refused, as its code communicates. Against one process, where each part lies is found, and the whole is judged."""
+    require_recorded(runs / name)
+    folder, says = str(runs / name / "run"), IN_PARTS[name][2]
+    assert judge.main([folder]) == 2
+    assert "one process cannot: record the same training by one process" in capsys.readouterr().err
+    status = judge.main([folder, "--against", str(runs / "whole" / "run")])
+    said = capsys.readouterr().out
+    assert status == (0 if says.startswith("PASS") else 1), said
+    assert says in said.splitlines()[-1], said
+    if not status:
+        assert "of other shapes than in the reference" not in said
+        assert "155 of 155 tensors" in said and "the same weights, samples and settings" in said, said
 
 
 @pytest.mark.parametrize("name, status", [("trainer resumed", 0), ("trainer resumed anew", 1)])

@@ -1,0 +1,201 @@
+"""A recording whose model is cut among ranks by its own code, read as one of the whole model that another recording has.
+
+The classes of such a model communicate, as Megatron's tensor-parallel layers do, so one process cannot call them. The same training by one
+process has the same parameters, whole. Where each rank's part of a parameter lies in it is measured, never assumed: both runs begin with the
+same weights, and so each row, or column, of a part is found by its bits.
+"""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lockstep.ground.errors import UserError
+from lockstep.recorder.module_hooks import module_of
+from lockstep.recorder.recorded_step import Place, Step
+from lockstep.recorder.recording import Recording
+
+KINDS = ("weight", "gradient", "updated", "unclipped", "state")
+
+
+class Run(NamedTuple):
+    """Rows of a rank's part that lie beside each other in the whole, too."""
+
+    own: int
+    whole: int
+    length: int
+
+    @property
+    def rows(self) -> range:
+        """Of the whole."""
+        return range(self.whole, self.whole + self.length)
+
+
+class Cut(NamedTuple):
+    """How a rank's part of a parameter, of the shape `own`, lies in the whole: rows along `dim`. Rows without a place are padding."""
+
+    own: list[int]
+    full: list[int]
+    dim: int
+    runs: list[Run]
+
+
+def is_cut(own: Recording, whole: Recording) -> bool:
+    """Whether a rank's parameters have other shapes than those of the other recording's model."""
+    shapes = {name: list(one.shape) for name, one in whole.skeleton.named_parameters()}
+    return any(
+        about.places[f"weight/{name}"][0].full != shape
+        for about in own.steps[0].values()
+        for name, shape in shapes.items()
+        if f"weight/{name}" in about.places
+    )
+
+
+class CutByCode(Recording):
+    """The recording in `folder`, as one of the model of `whole`. Raises UserError if its parameters are no parts of that model's."""
+
+    def __init__(self, folder: Path, whole: Recording):
+        super().__init__(folder)
+        self.tree, self.model_folder = whole.tree, whole.folder
+        self._blocks: dict[tuple[int, int, str], tuple[str, int, int, int]] = {}
+        cuts = self._cuts(whole)
+        for step, ranks in enumerate(self.steps, 1):
+            for rank, about in ranks.items():
+                about.attributes.clear()  # of classes that are not the reference's
+                about.attributes.update(whole.steps[0][0].attributes)
+                self._place(step, about, cuts[rank])
+
+    def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
+        if (rank, step, key) not in self._blocks:
+            return self._stored(rank, step, key)
+        stored, dim, start, length = self._blocks[rank, step, key]
+        return self._stored(rank, step, stored).narrow(dim, start, length)
+
+    def _cuts(self, whole: Recording) -> dict[int, dict[str, Cut]]:
+        """Of each rank, the parameters that it has parts of."""
+        shapes = {name: list(one.shape) for name, one in whole.skeleton.named_parameters()}
+        found: dict[int, dict[str, Cut]] = {rank: {} for rank in self.steps[0]}
+        for rank, parts in self._parts().items():
+            alone = sorted(parts.keys() ^ shapes.keys())
+            if alone:
+                where = f"rank {rank} has" if alone[0] in parts else f"rank {rank} lacks"
+                raise UserError(
+                    f"--against {whole.folder} has another model: {where} {alone[0]}; record one process with the same model"
+                )
+            for name, part in parts.items():
+                dim = _cut_dim(name, part, shapes[name])
+                if dim is None:
+                    continue
+                own, all_of_it = (
+                    one.whole(1, f"weight/{name}", of)[0] for one, of in ((self, [rank]), (whole, None))
+                )
+                found[rank][name] = Cut(part, shapes[name], dim, _runs(own, all_of_it, dim))
+        unclear = [(rank, name) for name in shapes for rank in found if not _is_clear(name, found)]
+        for rank, name in unclear:
+            if name not in found[rank]:
+                continue
+            known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
+            found[rank][name] = found[rank][name]._replace(runs=_runs_like(known, name, found[rank][name]))
+        odd = next((name for name in shapes if not _is_clear(name, found)), None)
+        if odd is not None:
+            raise UserError(
+                f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
+                "let both runs begin with the same weights, drawn at random"
+            )
+        return found
+
+    def _parts(self) -> dict[int, dict[str, list[int]]]:
+        """Of each rank, the shapes of the parameters that it has."""
+        return {
+            rank: {
+                name.removeprefix("weight/"): list(places[0].full or [])
+                for name, places in about.places.items()
+                if name.startswith("weight/")
+            }
+            for rank, about in self.steps[0].items()
+        }
+
+    def _place(self, step: int, about: Step, cuts: dict[str, Cut]) -> None:
+        """Say of each of a rank's tensors where it lies in the whole."""
+        for name, (whole, *blocks) in about.places.items():
+            cut = _cut_of(name, whole.full or [], cuts)
+            if cut is None:
+                continue
+            placed: list[Place] = []
+            for (number, block), run in itertools.product(enumerate(blocks), cut.runs):
+                begins, sizes = list(block.start or ()), list(block.shape or ())
+                first = max(begins[cut.dim], run.own)
+                length = min(begins[cut.dim] + sizes[cut.dim], run.own + run.length) - first
+                if length > 0:
+                    key = about.rank, step, f"{name}#{len(placed)}"
+                    self._blocks[key] = f"{name}#{number}", cut.dim, first - begins[cut.dim], length
+                    begins[cut.dim], sizes[cut.dim] = run.whole + first - run.own, length
+                    placed.append(Place(start=begins, shape=sizes))
+            about.places[name] = [Place(full=cut.full), *placed]
+
+
+def _cut_of(name: str, shape: list[int], cuts: dict[str, Cut]) -> Cut | None:
+    """How a recorded tensor of this shape is cut; None for one that is not."""
+    kind, _, rest = name.partition("/")
+    if kind in ("forward", "backward"):
+        # Several matrices on each other, each cut, give an output that is cut likewise. Other shards are put together in the order of ranks.
+        cut = cuts.get(f"{module_of(name)}.weight")
+        if cut is None or len(cut.runs) == 1 or shape[-1:] != [cut.own[cut.dim]]:
+            return None
+        return Cut(shape, [*shape[:-1], cut.full[cut.dim]], len(shape) - 1, cut.runs)
+    cut = cuts.get(rest.partition("/")[2] if kind == "state" else rest)
+    return cut if kind in KINDS and cut is not None and shape == cut.own else None
+
+
+def _is_clear(name: str, found: dict[int, dict[str, Cut]]) -> bool:
+    """Whether it is known where the ranks' parts of a parameter lie, and they make the whole."""
+    cuts = [own[name] for own in found.values() if name in own]
+    rows = {row for cut in cuts for run in cut.runs for row in run.rows}
+    return all(cut.runs and len(rows) == cut.full[cut.dim] for cut in cuts)
+
+
+def _rows(tensor: torch.Tensor, dim: int) -> list[bytes]:
+    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).contiguous()
+    return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
+
+
+def _cut_dim(name: str, part: list[int], whole: list[int]) -> int | None:
+    """None where the part is the whole."""
+    odd = [dim for dim, (one, other) in enumerate(zip(part, whole, strict=False)) if one != other]
+    if len(part) != len(whole) or len(odd) > 1:
+        raise UserError(
+            f"--against: {name} is {part} in this run, and {whole} in the other; only parts along one dim can be put together"
+        )
+    return odd[0] if odd else None
+
+
+def _runs(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
+    """Where the rows of a `part` are in the `whole`; none if that is not clear, such as of zeros."""
+    rows = _rows(whole.to(part.dtype), dim)
+    places, times = {row: place for place, row in enumerate(rows)}, Counter(rows)
+    runs: list[Run] = []
+    for own, row in enumerate(_rows(part, dim)):
+        if times[row] > 1:
+            return []
+        if row not in places:
+            continue
+        last = runs[-1] if runs else None
+        if last and (own, places[row]) == (last.own + last.length, last.whole + last.length):
+            runs[-1] = last._replace(length=last.length + 1)
+        else:
+            runs.append(Run(own, places[row], 1))
+    return runs
+
+
+def _runs_like(known: dict[str, Cut], name: str, cut: Cut) -> list[Run]:
+    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as all others of its rank."""
+    module, dim = name.rpartition(".")[0], cut.dim
+    for other, beside in known.items():
+        if other.rpartition(".")[0] == module and dim == beside.dim and cut.own[dim] == beside.own[dim]:
+            return beside.runs
+    turns = {one.runs[0].whole / one.own[one.dim] for one in known.values() if len(one.runs) == 1}
+    start = int(turns.pop() * cut.own[dim]) if len(turns) == 1 else cut.full[dim]
+    length = min(cut.own[dim], cut.full[dim] - start)
+    return [Run(0, start, length)] if length > 0 else []
