@@ -16,21 +16,23 @@ if __name__ == "__main__":
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import argparse
+import functools
 from pathlib import Path
 
 from lockstep.ground import processes
-from lockstep.ground.errors import CommunicatesError, run_program
+from lockstep.ground.errors import CannotComputeError, run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.recorded import against as recorded_against
-from lockstep.recorded import cut_by_code
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import run as recorded_run
+from lockstep.recorded.cut_by_code import CutByCode, is_cut
 from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.running import judging
 from lockstep.verdict import gpu_kernels
 from lockstep.verdict.normalisation import LABELS
+from lockstep.verdict.rows import StepVerdict
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,18 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _judge(recording: Recording, options: argparse.Namespace) -> int:
     """The exit status."""
-    before, other = ([Recording(one)] if one else [] for one in (options.after, options.against))
-    memory = None if options.memory is None else options.memory * 1e9
-    how = (options.expect, options.loss, memory, options.workers)
-    try:
-        if any(cut_by_code.is_cut(recording, one) for one in other):
-            raise CommunicatesError
-        steps = judging.judge(recording, *how, ray=options.ray)
-    except CommunicatesError:
-        if not other:
-            raise
-        recording = cut_by_code.CutByCode(recording.folder, other[0])
-        steps = judging.judge(recording, *how, ray=options.ray)
+    before = [Recording(options.after)] if options.after else []
+    other = Recording(options.against) if options.against else None
+    recording, steps = _judge_steps(recording, other, options)
     run = recorded_run.judge(
         [*before, recording],
         with_replacement=options.with_replacement,
@@ -112,14 +105,37 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
         views=any(one.views for one in steps),
         recorded=0 if before else len(steps),
     )
-    if isinstance(recording, cut_by_code.CutByCode):
+    if isinstance(recording, CutByCode):
         run.notes.append(
-            f"the reference is the model of {options.against}, as the code of this run's own model cuts it among ranks or communicates"
+            f"the reference is the model of {options.against}, as one process cannot compute this run's own"
         )
-    for one in other:
-        recorded_against.judge(run, recording, one, steps)
+    if other is not None:
+        recorded_against.judge(run, recording, other, steps)
     page.write(recording, steps, run)
     return recorded_report.show(steps, run, options.folder)
+
+
+def _judge_steps(
+    recording: Recording, other: Recording | None, options: argparse.Namespace
+) -> tuple[Recording, list[StepVerdict]]:
+    """The recording, as one of the `other` one's model if one process cannot compute its own, and the verdicts on its steps."""
+    memory = None if options.memory is None else options.memory * 1e9
+    judge = functools.partial(
+        judging.judge,
+        expect=options.expect,
+        loss=options.loss,
+        memory=memory,
+        workers=options.workers,
+        ray=options.ray,
+    )
+    if other is None or not is_cut(recording, other):
+        try:
+            return recording, judge(recording)
+        except CannotComputeError:
+            if other is None:
+                raise
+    recording = CutByCode(recording.folder, other)
+    return recording, judge(recording)
 
 
 if __name__ == "__main__":

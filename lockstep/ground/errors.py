@@ -41,8 +41,8 @@ def printable(text: object, limit: int = LONGEST) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
-class CommunicatesError(UserError):
-    """Code that one process was to run communicates."""
+class CannotComputeError(UserError):
+    """One process cannot build the recorded model, or call it."""
 
 
 def communicates(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.ground.errors import CommunicatesError, UserError, communicates, first_line
+from lockstep.ground.errors import CannotComputeError, UserError, communicates, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
@@ -126,8 +126,7 @@ class Reference(Model):
             why = "; its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
             why *= several
             why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
-            kind = CommunicatesError if several else UserError
-            raise kind(
+            raise CannotComputeError(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:

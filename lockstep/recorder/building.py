@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
-from lockstep.ground.errors import UserError
+from lockstep.ground.errors import CannotComputeError, UserError
 from lockstep.recorder import functions, surroundings
 from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
@@ -277,7 +277,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         if "surroundings" in tree:
             surroundings.give_back(tree["surroundings"], model, Building({}, {}).value)
     except (AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError) as error:
-        raise UserError(
+        raise CannotComputeError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
         ) from error
     # A class may have a method of its own, which must be told and returns nothing
