@@ -32,6 +32,7 @@ def set_up(tp):
 
 
 def reduced(x):
+    """The sum over the ranks that have parts of one model; of one process, what it is."""
     x = x.clone()
     dist.all_reduce(x, group=groups.of_model)
     return x
@@ -46,7 +47,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return reduced(gradient) if groups.tp > 1 else gradient
+        return reduced(gradient)
 
 
 class Reduce(torch.autograd.Function):
@@ -54,7 +55,7 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return reduced(x) if groups.tp > 1 else x
+        return reduced(x)
 
     @staticmethod
     def backward(ctx, gradient):

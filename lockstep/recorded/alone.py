@@ -36,6 +36,8 @@ class Alone:
         self.near: list[Gradients] = []
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
+        # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass.
+        self.clipped_by_hand = False
 
     def add(
         self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
@@ -120,10 +122,13 @@ class Alone:
         clipped: dict[str, float],
         dtypes: dict[str, torch.dtype],
     ) -> torch.Tensor:
-        """`weights` as they were after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
+        """`weights` as they were after a clipping that was not seen, and after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
 
         They are measured where gradients are rounded least: some may be in float32, as of a last layer.
         """
+        if self.clipped_by_hand:
+            found = normalisation.fit(observed, self.near, clipped).weights
+            weights = weights * ((found * weights).sum() / weights.square().sum())
         least, eps = (of(map(_eps, dtypes.values())) for of in (min, max))
         if eps <= _eps(torch.float32):
             return weights

@@ -6,6 +6,7 @@ same weights, and so each row, or column, of a part is found by its bits.
 """
 
 import itertools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -44,12 +45,12 @@ class Cut(NamedTuple):
 
 def is_cut(own: Recording, whole: Recording) -> bool:
     """Whether a rank's parameters have other shapes than those of the other recording's model."""
-    shapes = {name: list(one.shape) for name, one in whole.skeleton.named_parameters()}
+    theirs = whole.steps[0][0].places
     return any(
-        about.places[f"weight/{name}"][0].full != shape
+        name in theirs and places[0].full != theirs[name][0].full
         for about in own.steps[0].values()
-        for name, shape in shapes.items()
-        if f"weight/{name}" in about.places
+        for name, places in about.places.items()
+        if name.startswith("weight/")
     )
 
 
@@ -58,7 +59,7 @@ class CutByCode(Recording):
 
     def __init__(self, folder: Path, whole: Recording):
         super().__init__(folder)
-        self.tree, self.model_folder = whole.tree, whole.folder
+        self.tree, self.model_folder, self._of_one_process = whole.tree, whole.folder, whole.needs_group
         self._blocks: dict[tuple[int, int, str], tuple[str, int, int, int]] = {}
         cuts = self._cuts(whole)
         for step, ranks in enumerate(self.steps, 1):
@@ -66,6 +67,10 @@ class CutByCode(Recording):
                 about.attributes.clear()  # of classes that are not the reference's
                 about.attributes.update(whole.steps[0][0].attributes)
                 self._place(step, about, cuts[rank])
+
+    @property
+    def needs_group(self) -> bool:
+        return self._of_one_process
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
         if (rank, step, key) not in self._blocks:
@@ -88,10 +93,10 @@ class CutByCode(Recording):
                 dim = _cut_dim(name, part, shapes[name])
                 if dim is None:
                     continue
-                own, all_of_it = (
-                    one.whole(1, f"weight/{name}", of)[0] for one, of in ((self, [rank]), (whole, None))
+                all_of_it = whole.whole(1, f"weight/{name}")[0]
+                found[rank][name] = Cut(
+                    part, shapes[name], dim, self._runs(rank, f"weight/{name}", all_of_it, dim)
                 )
-                found[rank][name] = Cut(part, shapes[name], dim, _runs(own, all_of_it, dim))
         unclear = [(rank, name) for name in shapes for rank in found if not _is_clear(name, found)]
         for rank, name in unclear:
             if name not in found[rank]:
@@ -104,6 +109,21 @@ class CutByCode(Recording):
                 f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
                 "let both runs begin with the same weights, drawn at random"
             )
+        return found
+
+    def _runs(self, rank: int, name: str, whole: torch.Tensor, dim: int) -> list[Run]:
+        """Where what a rank has of its part lies in the whole. FSDP2 may have cut the part once more."""
+        found = list[Run]()
+        blocks = self.steps[0][rank].places[name][1:]
+        if not sum(math.prod(block.shape or ()) for block in blocks):
+            return [Run(0, 0, 0)]
+        for number, block in enumerate(blocks):
+            within = tuple(slice(None) if at == dim else one for at, one in enumerate(block.within))
+            first = (block.start or [0])[dim]
+            runs = _runs(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
+            if not runs:
+                return []
+            found += [one._replace(own=one.own + first) for one in runs]
         return found
 
     def _parts(self) -> dict[int, dict[str, list[int]]]:
@@ -190,12 +210,18 @@ def _runs(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
 
 
 def _runs_like(known: dict[str, Cut], name: str, cut: Cut) -> list[Run]:
-    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as all others of its rank."""
-    module, dim = name.rpartition(".")[0], cut.dim
+    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as all others of its rank.
+
+    None where that does not say it either.
+    """
+    own, full = cut.own[cut.dim], cut.full[cut.dim]
     for other, beside in known.items():
-        if other.rpartition(".")[0] == module and dim == beside.dim and cut.own[dim] == beside.own[dim]:
+        sizes = beside.own[beside.dim], beside.full[beside.dim]
+        if other.rpartition(".")[0] == name.rpartition(".")[0] and sizes == (own, full):
             return beside.runs
-    turns = {one.runs[0].whole / one.own[one.dim] for one in known.values() if len(one.runs) == 1}
-    start = int(turns.pop() * cut.own[dim]) if len(turns) == 1 else cut.full[dim]
-    length = min(cut.own[dim], cut.full[dim] - start)
+    if any(len(one.runs) > 1 for one in known.values()):
+        return []
+    turns = {one.runs[0].whole / one.own[one.dim] for one in known.values() if one.runs[0].length}
+    start = int(turns.pop() * own) if len(turns) == 1 else full
+    length = min(own, full - start)
     return [Run(0, start, length)] if length > 0 else []

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from lockstep.ground.errors import UserError
+from lockstep.ground.errors import UserError, printable
 from lockstep.ground.words import and_more
-from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm, shards_of
+from lockstep.recorded.replicas import NOT_REDUCED, SAME_NORM, Replicas, is_same_norm, shards_of
 from lockstep.recorder.called import Called
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.lazy import Lazy
@@ -16,6 +16,9 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.rows import StepVerdict, Wrong
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
+
+# Standard deviations that rounding may move a norm by, of which there are a few in a run
+OF_NOISE = 4
 
 
 class Ranks:
@@ -99,11 +102,15 @@ class Ranks:
         """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
         step = self.verdict.step
         own, *others = (
-            _norm(self.whole(one, f"gradient/{name}") for name in names)
+            _norm_and_noise(self.whole(one, f"gradient/{name}") for name in names)
             for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
             if set(names) <= set(self.recording.names(one, "gradient"))
         )
-        return own if any(is_same_norm(own, other) for other in others) else 0.0
+        same = (
+            math.isclose(own[0], norm, rel_tol=SAME_NORM + OF_NOISE * math.hypot(own[1], noise))
+            for norm, noise in others
+        )
+        return own[0] if any(same) else 0.0
 
     def clipped_apart(self) -> list[str]:
         """Whether what each rank has of the gradient has one norm, as where each clips by the norm of its shards alone."""
@@ -189,6 +196,15 @@ class Ranks:
                 "return them from forward, or let it keep them in an attribute of the module"
             )
 
+    def note_losses(self) -> None:
+        """What a loop gives a function that is hardly meant, though one process would compute the same."""
+        seen = [(one, loss) for one in self.micro for loss in one.about.losses if loss.odd]
+        if seen and self.verdict.step == 1:
+            called, loss = seen[0]
+            self.verdict.notes.append(
+                f"{loss.function} {printable(loss.odd)} (in micro batch {called.number} of rank {called.ranks[0]})"
+            )
+
     def judge_unused(self, unused: list[Called]) -> None:
         first = min(one.number for one in self.micro)
         later = self.recording.steps[1:]
@@ -201,11 +217,23 @@ class Ranks:
                 "taken for a trial, as none in the last step does"
             )
         for called in unused:
-            if called in before:
+            if called in before or self._is_given_later(called):
                 continue
             self.verdict.wrong.append(
                 f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
+
+    def _is_given_later(self, called: Called) -> bool:
+        """Whether a later micro batch is what the model returned for this one, as a discriminator is called with what a generator made."""
+        found = self.recording.of_modules(self.verdict.step, called)
+        returned = [one for name, of in found.items() if name.startswith("forward/") for _, one in of]
+        return any(
+            given.shape == one.shape and torch.equal(given, one.to(given.dtype))
+            for later in self.micro
+            if later.number > called.number and later.ranks == called.ranks
+            for given in later.tensors.values()
+            for one in returned
+        )
 
     def judge_skipped(self) -> None:
         """A loop may skip a step, but hardly one before each."""
@@ -404,4 +432,14 @@ def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
 
 
 def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
-    return math.hypot(*(float(one.norm()) for one in tensors if one is not None))
+    return math.hypot(*(float(one.double().norm()) for one in tensors if one is not None))
+
+
+def _norm_and_noise(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """The norm, and the relative standard deviation that it has as each element was rounded to its dtype, by up to a unit roundoff."""
+    square = variance = 0.0
+    for tensor in tensors:
+        squares = tensor.double().square()
+        square += float(squares.sum())
+        variance += (torch.finfo(tensor.dtype).eps / 2) ** 2 / 3 * float(squares.square().sum())
+    return math.sqrt(square), math.sqrt(variance) / square if square else 0.0

@@ -173,6 +173,7 @@ class _Step:
         ranks.judge_skipped()
         ranks.judge_modes()
         ranks.note_draws()
+        ranks.note_losses()
         if (
             ranks.untied(weights)
             or ranks.frozen_apart()
@@ -254,13 +255,14 @@ class _Step:
         self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
         columns = columns_of(self.free.exact)
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
-        fitted = normalisation.fit(self.gradients, columns, self.clipped)
+        losses = len(self.micro)
+        fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
         yardstick = Sum(self.gradients, columns_of(self.free.near), fitted.weights, self.clipped)
         self.of_ranks.judge_samples()
         self.free.judge_losses()
         weights_of, nominal = fitted.weights, None
         if not modules_wrong:  # what follows from them says nothing of the loop
-            again = normalisation.fit(yardstick, columns, self.clipped, like=fitted)
+            again = normalisation.fit(yardstick, columns, self.clipped, like=fitted, losses=losses)
             numbers = {len(ranks[0].micro_batches) for ranks in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
@@ -269,7 +271,11 @@ class _Step:
             )
             weights_of = weighed.judge(fitted, again, expect)
             yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
-            self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            self.of_norm, nominal, self.free.alone.clipped_by_hand = (
+                weighed.of_norm,
+                weighed.nominal,
+                weighed.by_hand,
+            )
             counts = Counts(self.of_ranks, self.gradients, self.clipped, columns, weighed)
             if weighed.unexplained:
                 unknown = verdict.wrong.pop()
@@ -394,7 +400,8 @@ class _Step:
         kept = Lazy(wrong, lambda name: self.of_ranks.whole(last, f"gradient/{name}"))
         columns = columns_of(self.free.exact)
         without, with_it = (
-            normalisation.fit(own, some, self.clipped) for some in (columns, [*columns, kept])
+            normalisation.fit(own, some, self.clipped, losses=len(columns))
+            for some in (columns, [*columns, kept])
         )
         if with_it.typical < KEPT * without.typical:
             alone = normalisation.fit(own, [kept])

@@ -25,6 +25,7 @@ SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they dep
 MANY = 8  # different labels, which two micro batches do not have alike by chance
 MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
 # By how many places the tokens that positions are trained to give are ahead
+DECODER = "decoder_"  # begins the names of the inputs of a decoder
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 
@@ -188,7 +189,7 @@ def _judge_targets(
             f"the labels are the next tokens, but of other positions: they are in another order, or of other rows ({where})"
         )
         return
-    mask = _mask(called, ids)
+    mask = _mask(called, name)
     if mask:
         trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
         if trained:
@@ -199,7 +200,7 @@ def _judge_targets(
 
 def _judge_padding(verdict: StepVerdict, called: Called, ids: str) -> None:
     """Where the loop makes a loss of its own, whatever it is, no gradient arrives at what the model returned for padding."""
-    mask = _mask(called, called.tensors[ids])
+    mask = _mask(called, ids)
     if not mask:
         return
     padding = _only_padding(called.tensors[mask])
@@ -217,9 +218,17 @@ def _only_padding(mask: torch.Tensor) -> torch.Tensor:
     return padding & torch.cat([padding[:, 1:], padding[:, -1:]], 1)
 
 
-def _mask(called: Called, ids: torch.Tensor) -> str:
-    """The input that says what is padding: attention_mask, or another one that leaves out one token alone; "" if none does."""
-    masks = [name for name, one in called.tensors.items() if "mask" in name and one.shape == ids.shape]
+def _mask(called: Called, name: str) -> str:
+    """The input that says what is padding among the tokens `name`: attention_mask, or another one that leaves out one token alone; "" if none does.
+
+    The mask of an encoder says nothing of a decoder's tokens.
+    """
+    ids, of_decoder = called.tensors[name], name.startswith(DECODER)
+    masks = [
+        name
+        for name, one in called.tensors.items()
+        if "mask" in name and one.shape == ids.shape and name.startswith(DECODER) == of_decoder
+    ]
     if "attention_mask" in masks:
         return "attention_mask"
     return next((name for name in masks if len(ids[called.tensors[name] == 0].unique()) == 1), "")

@@ -60,6 +60,9 @@ class Weighed:
         # What is wrong with the norm of clipping: after what may have caused it
         self.of_norm: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
+        self.by_hand = (
+            False  # whether the loop clipped by itself, so by a factor that is known by the norms alone
+        )
         # Of the micro batches, and of their losses
         self.tokens, self.divisors = list[int](), torch.ones(0)
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
@@ -93,7 +96,7 @@ class Weighed:
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
             bound = self.norm_of_steps()
             if bound:
-                by_hand, verdict.factor = named.factor, 1.0
+                by_hand, verdict.factor, self.by_hand = named.factor, 1.0, True
                 verdict.clipped = f", clipped by the loop itself to a norm of {bound:.5g}"
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         # A single micro batch has a factor whatever the gradient is.
@@ -210,10 +213,8 @@ class Weighed:
         for name, total in counted.items():
             inside = self.exact[0].terms[name].coefficient
             if inside == 0:
-                if abs(total) > tolerated[name]:
-                    self.verdict.notes.append(
-                        f"{name}, which the model's loss leaves out, counts {total:.4g}"
-                    )
+                counts = f"counts {total:.4g}" if abs(total) > tolerated[name] else "is not trained on"
+                self.verdict.notes.append(f"{name}, which the model's loss leaves out, {counts}")
                 continue
             allowed = tolerated[name] / abs(inside) + self.verdict.tolerated_weights
             if allowed > MOST:

@@ -18,13 +18,13 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import CannotComputeError, UserError
-from lockstep.recorder import functions, surroundings
+from lockstep.recorder import functions, process_group, surroundings
 from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
 
 @functools.cache  # a script may register what cannot be registered twice
-def _definitions(path: str, source: bytes, about: str) -> Definitions:
+def _definitions(path: str, source: bytes, about: str, _of_group: int) -> Definitions:
     return Definitions(Script(Path(path), source), **json.loads(about))
 
 
@@ -132,7 +132,9 @@ class Building:
         if not Path(script).is_file():
             raise ImportError(f"the script {script} is not there")
         user_file.require_to_run(Path(script))
-        return _definitions(script, Path(script).read_bytes(), json.dumps(about))
+        found = _definitions(script, Path(script).read_bytes(), json.dumps(about), len(process_group.MADE))
+        found.enlist()  # those of another recording may be in its place
+        return found
 
     def named(self, name: str) -> Any:
         """A function or class of torch, or of a package that the model's own classes are of."""
@@ -186,6 +188,8 @@ class Building:
                 return torch.device("cpu")
             case "tensor":
                 return self.parameters.get(inside, self.tensors.get(f"buffer/{inside}"))
+            case "process group":
+                return process_group.group()
             case "attribute":
                 return self.tensors[f"attribute/{inside}"]
             case "module":

@@ -143,7 +143,9 @@ def _state_of(recorder: Recorder, engine: Any) -> Iterator[tuple[str, torch.Tens
         if not parameter.requires_grad:
             continue
         for key, dtype in sorted(keys.items()):
-            yield f"state/{key}/{name}", safe_get_full_optimizer_state(parameter, key).to(dtype)
+            state = safe_get_full_optimizer_state(parameter, key)
+            if state is not None:  # else the optimizer does not hold the parameter
+                yield f"state/{key}/{name}", state.to(dtype)
         if count is not None:
             yield f"state/step/{name}", torch.tensor(float(count))
 

@@ -57,7 +57,26 @@ class Loss:
             and bool(target.numel() and (target.min() > 0.5 or target.max() < 0.5)),
             "is_soft": self.name == "kl_div" or (self.name in OF_CLASSES and target.is_floating_point()),
             "made_at": self.made_at,
+            "odd": self._odd(),
         }
+
+    def _odd(self) -> str:
+        """What the function is given that is hardly meant, to be read after its name; "" for nothing."""
+        input, target = self.given["input"].detach(), self.given["target"]
+        one, other = ([size for size in each.shape if size != 1] for each in (input, target))
+        if (
+            self.name not in OF_CLASSES
+            and one == other
+            and torch.broadcast_shapes(input.shape, target.shape).numel() > input.numel()
+        ):
+            return f"compares each of its numbers with each of its targets: their shapes are {tuple(input.shape)} and {tuple(target.shape)}"
+        if self.name in OF_CLASSES and input.ndim > 1 and input.numel():
+            if self.name == "nll_loss" and bool((input > 0).all()):
+                return "is given numbers above 0, which are no logarithms of probabilities"
+            sums = input.sum(1)
+            if bool((input >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), rtol=1e-2):
+                return "is given probabilities, of which it makes a softmax once more"
+        return ""
 
     def classes(self) -> torch.Tensor | None:
         """The targets, if they are classes: -1 where none counts."""

@@ -36,6 +36,7 @@ class SeenLoss(Strict):
     one_target: bool  # whether all elements have one side of 0.5, such as the 1 of a discriminator
     is_soft: bool = False  # whether its targets are probabilities, as in a distillation
     made_at: int = 0  # a hash of the lines that led to the call
+    odd: str = ""  # what the function is given that is hardly meant
 
 
 class MicroBatch(Strict):

@@ -89,6 +89,12 @@ class Recording:
         """The recorded model, with its parameters on the meta device."""
         return building.build(self.tree, self._load(self.model_folder / "model.safetensors"))
 
+    @property
+    def needs_group(self) -> bool:
+        """Whether the model is of a run of one process that had a process group, which its code may ask for."""
+        first = self.steps[0][0]
+        return first.world_size == 1 and bool(first.groups)
+
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
         """The same, built once, to be looked at."""

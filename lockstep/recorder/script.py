@@ -16,19 +16,11 @@ from typing import Any
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import communicates
+from lockstep.recorder.process_group import NoGroup
 
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 ASSIGNING = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 STAR = "*"
-
-
-class NoGroup:
-    """In the place of a process group, and of what a script makes of one: a judge has none."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError("the judge has no process group")
-
-    __getattr__ = __getitem__ = __iter__ = __call__ = _refuse
 
 
 class Script:
@@ -69,8 +61,11 @@ class Definitions:
         self.script, self.values = script, values
         self.module = types.ModuleType(user_file.module_name(script.path))
         self.module.__dict__.update(__file__=str(script.path), __package__=package)
-        sys.modules[self.module.__name__] = self.module  # where dataclasses look
         self.done: set[Any] = set()
+
+    def enlist(self) -> None:
+        """Let the module be where Python looks for it, as dataclasses do."""
+        sys.modules[self.module.__name__] = self.module
 
     def find(self, path: str, value: Callable[[Any], Any]) -> Any:
         self.define({path.partition(".")[0]}, value)

@@ -123,8 +123,12 @@ class Recorded:
             self._write()
         if self.step == 1 and self.removing and not self.given_up:
             others = any(self.of_others.values())
-            said = "the optimizers that stepped hold none of the recorded model's parameters" * others
-            said = f"no step was recorded: {said or 'no optimizer made one, or a GradScaler skipped all of them'}"
+            said = "no optimizer made one, or a GradScaler skipped all of them"
+            if self.hooks is None:
+                said = "the model was not called for training, as in model(batch); what its other methods compute is not seen"
+            if others:
+                said = "the optimizers that stepped hold none of the recorded model's parameters"
+            said = f"no step was recorded: {said}"
             say(f"lockstep.record: {said} (rank {self.rank})")
         self._remove_hooks()
         for remove in self.always:

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 
 from lockstep.ground import origin, user_file
+from lockstep.recorder import process_group
 from lockstep.recorder.state import OF_PROCESSES
 from lockstep.recorder.tree import (
     MAIN,
@@ -93,8 +94,12 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
                 made_later = any(key in names for names in _set_together(vars(place)["__file__"]))
                 if made_later and type(getattr(place, key, None)) in (type(None), Left):
                     setattr(place, key, value(one))
+                # An attribute that the program gives an object later
+                first, _, last = key.partition(".")
+                if last.isidentifier() and _is_object(getattr(place, first, None)) and key not in here:
+                    vars(getattr(place, first))[last] = value(one)
             for key in here.keys() & those[name].keys():
-                if here[key] != those[name][key]:
+                if here[key] != those[name][key] or here[key] == {"process group": None}:
                     inside, _, last = key.rpartition(".")
                     holder = operator.attrgetter(inside)(place) if inside else place
                     if isinstance(holder, (type, types.ModuleType)):
@@ -273,6 +278,8 @@ class _Plain(Describing):
         self.left = MOST
 
     def value(self, value: Any, where: str) -> Any:
+        if process_group.is_group(value):
+            return super().value(value, where)
         is_plain = type(value) in PLAIN or hasattr(type(value), "__members__")  # of an enumeration
         if not is_plain or not _is_public(self.name, value):
             raise Unnamed("no plain value")

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
-from lockstep.recorder import deepspeed_layers, divided, functions, quantized
+from lockstep.recorder import deepspeed_layers, divided, functions, process_group, quantized
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
@@ -239,6 +239,8 @@ class Describing:
             return {type(value).__name__: str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, where)
+        if process_group.is_group(value):
+            return {"process group": None}
         if isinstance(value, torch.nn.Module):
             return self._module(value)
         if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):  # also of C++

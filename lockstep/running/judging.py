@@ -14,7 +14,7 @@ from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import step
 from lockstep.recorded.cut_by_code import CutByCode
-from lockstep.recorder import surroundings
+from lockstep.recorder import process_group, surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import gpu_kernels
 from lockstep.verdict.rows import StepVerdict
@@ -43,7 +43,11 @@ class Task:
         recording = Recording(self.folder)
         if self.whole is not None:
             recording = CutByCode(self.folder, Recording(self.whole))
-        with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
+        with (
+            gpu_kernels.in_place(recording.origin.device),
+            surroundings.restored(),
+            process_group.of_one(needed=recording.needs_group),
+        ):
             return self.judge(recording)
 
 
@@ -78,7 +82,8 @@ def judge(
     elif workers > 1:
         verdicts = _in_processes(tasks, workers)
     else:
-        verdicts = [task.judge(recording) for task in tasks]
+        with process_group.of_one(needed=recording.needs_group):
+            verdicts = [task.judge(recording) for task in tasks]
     if all(one.nothing for one in verdicts):
         raise UserError(
             "no gradient other than zero arises in the recorded steps, as where all advantages are zero, or no label counts; record more (--steps)"

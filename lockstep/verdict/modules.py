@@ -41,7 +41,7 @@ class Modules:
         # Those that have a row, and the largest `multiple` there
         self.ranks: dict[str, dict[int, float]] = {}
         self.chosen: list[Chosen] = []
-        self.left_out: set[str] = set()
+        self.left_out: dict[str, None] = {}  # in order of execution
         # By how much more than recorded the gradients are scaled, for each micro batch and rank
         self.scales: dict[tuple[int, int], float] = {}
 
@@ -78,7 +78,7 @@ class Modules:
         scales: dict[str, float] = {}
         for name, tensor in mine.items():
             if tensor.shape != exact[name].shape or name not in near:
-                self.left_out.add(module_of(name))
+                self.left_out[module_of(name)] = None
             elif tensor.is_floating_point() and tensor.numel():
                 if name.startswith("backward"):
                     # A library may scale the loss's gradient after it was recorded there, so it is measured where it arrives first.
@@ -144,7 +144,7 @@ class Modules:
         self.verdict.wrong += [Wrong(sentence) for _, sentence in sorted(found)]
         if self.left_out:
             self.verdict.notes.append(
-                f"{len(self.left_out)} modules return tensors of other shapes than in the reference, and are not judged, such as {min(self.left_out)}"
+                f"{len(self.left_out)} modules return tensors of other shapes than in the reference, and are not judged, first {next(iter(self.left_out))}"
             )
         return bool(found)
 

@@ -49,11 +49,16 @@ class Fit:
 
 
 def fit(
-    observed: Gradients, columns: list[Gradients], factors: Factors | None = None, like: Fit | None = None
+    observed: Gradients,
+    columns: list[Gradients],
+    factors: Factors | None = None,
+    like: Fit | None = None,
+    losses: int | None = None,
 ) -> Fit:
     """The weights with which the columns, times each tensor's factor, make the observed gradients; each tensor counts alike.
 
-    Tensors that are zero are left out. `like` is a fit of the same columns to other gradients.
+    Tensors that are zero are left out. `like` is a fit of the same columns to other gradients. The first `losses` columns, None for all, are of
+    losses: one that gives no tensor a gradient, such as of a discriminator where the generator is trained, has the mean of their weights.
     """
     products: Products = {}
     squares = {} if like is None else like.squares
@@ -71,6 +76,9 @@ def fit(
         typical = statistics.median(near.values())
         counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
     weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
+    sizes = torch.stack([square.diagonal() for square, _ in products.values()]).sum(0)[:losses]
+    if bool(sizes.any()):
+        weights[:losses][sizes == 0] = weights[:losses][sizes != 0].mean()
     terms = ((square.diagonal().sqrt() * weights).abs().max() for square, _ in products.values())
     rest = Sum(observed, columns, weights, factors).rest()
     return Fit(weights, rest, statistics.median(map(float, terms)), squares)

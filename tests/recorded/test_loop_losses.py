@@ -191,3 +191,25 @@ def test_a_loss_that_is_divided_in_place(tmp_path, capsys):
     train(tmp_path, Net(), go_backward)
     status, out = verdict(tmp_path, capsys)
     assert status == 1 and "the gradient is 0.3333333 times that of the mean over all elements" in out, out
+
+
+@pytest.mark.parametrize(
+    "loss, says",
+    [
+        (
+            lambda out, labels: F.cross_entropy(out.softmax(-1), labels),
+            "cross_entropy is given probabilities",
+        ),
+        (lambda out, labels: F.nll_loss(out.softmax(-1), labels), "nll_loss is given numbers above 0"),
+        (lambda out, labels: F.mse_loss(out[:, 0], out.new_ones(6, 1)), "their shapes are (6,) and (6, 1)"),
+        (lambda out, labels: F.mse_loss(out[:, :1], out.new_ones(1)), ""),
+        (lambda out, labels: F.cross_entropy(out, labels), ""),
+    ],
+)
+def test_what_a_function_is_given_that_is_hardly_meant(tmp_path, capsys, loss, says):
+    """One process would compute the same, so it is a note."""
+    torch.manual_seed(0)
+    train(tmp_path, Net(), lambda net: loss(net(torch.randn(6, 8)), torch.randint(4, (6,))).backward())
+    status, out = verdict(tmp_path, capsys)
+    odd = [line for line in out.splitlines() if " is given " in line or "their shapes are" in line]
+    assert status == 0 and len(odd) == bool(says) and says in "".join(odd), out

@@ -337,15 +337,25 @@ WRONG = {
 # Runs of a model that is cut among ranks by its own code, against one process: name -> (ranks, changes, what the verdict says)
 IN_PARTS = {
     "in parts": (4, {}, "PASS: 2 steps"),
+    "in parts and FSDP2": (
+        4,
+        {
+            "    optimizer =": "    mesh = init_device_mesh('cpu', (groups.dp, groups.tp), mesh_dim_names=('dp', 'tp'))\n    fully_shard(model, mesh=mesh['dp'])\n    optimizer =",
+            "import torch.distributed as dist\n": "import torch.distributed as dist\nfrom torch.distributed.device_mesh import init_device_mesh\nfrom torch.distributed.fsdp import fully_shard\n",
+            "            dist.all_reduce(parameter.grad, group=groups.of_data)\n            parameter.grad /= groups.dp\n": "            pass\n",
+            "        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm_of(model))\n": "",
+        },
+        "PASS: 2 steps",
+    ),
     "in parts, backward not summed": (
         2,
-        {"return reduced(gradient) if groups.tp > 1 else gradient": "return gradient"},
+        {"return reduced(gradient)": "return gradient"},
         "gradients differ between ranks that hold the same: blocks.0.norm1.weight on rank 1 and 10 more; they were not reduced over ranks 0 and 1, or not all of them: "
         "these have parts of one model, so a sum in the backward pass may be missing",
     ),
     "in parts, forward not summed": (
         2,
-        {"return reduced(x) if groups.tp > 1 else x": "return x"},
+        {"return reduced(x)": "return x"},
         "forward/embedding (micro batch 0, rank 0) is the first of 15 of 15 outputs",
     ),
     "in parts, summed twice": (
@@ -508,7 +518,7 @@ def test_a_model_that_is_cut_by_its_own_code(runs, name, capsys):
     assert says in said.splitlines()[-1], said
     if not status:
         assert "of other shapes than in the reference" not in said
-        assert "155 of 155 tensors" in said and "the same weights, samples and settings" in said, said
+        assert "155 of 155 tensors" in said, said
 
 
 @pytest.mark.parametrize("name, status", [("trainer resumed", 0), ("trainer resumed anew", 1)])

@@ -175,3 +175,100 @@ def test_torch_jit(tmp_path, capsys, before, status):
     assert done.returncode == status, done.stderr
     assert ("was made by torch.jit" in done.stderr) == bool(status)
     assert status or judge.main([str(output)]) == 0
+
+
+class Gan(torch.nn.Module):
+    """A generator and a discriminator in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x, which):
+        return getattr(self, which)(x)
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_two_optimizers_of_one_module(tmp_path, capsys, zeroed):
+    """What the critic is called with has no part in the generator's gradient but by what arrives there. Both are trained on the same numbers."""
+    torch.manual_seed(0)
+    model, like = Gan(), F.binary_cross_entropy_with_logits
+    optimizers = [torch.optim.Adam(one.parameters(), 1e-2) for one in (model.critic, model.generator)]
+    with lockstep.record(model, tmp_path, steps=4):
+        for _ in range(4):
+            noise, real = torch.randn(6, 4), torch.randn(6, 8)
+            optimizers[0].zero_grad()
+            fake = model(noise, "generator").detach()
+            ones, zeros = torch.ones(6, 1), torch.zeros(6, 1)
+            (like(model(real, "critic"), ones) + like(model(fake, "critic"), zeros)).backward()
+            optimizers[0].step()
+            if zeroed:
+                optimizers[1].zero_grad()
+            like(model(model(noise, "generator"), "critic"), ones).backward()
+            optimizers[1].step()
+    status = judge.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == (not zeroed), out
+    assert "samples were seen again" not in out
+
+
+class Translator(torch.nn.Module):
+    """Its decoder has tokens of its own, without padding; `attention_mask` is of the encoder's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20)
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids, labels):
+        source = (self.embedding(input_ids) * attention_mask[..., None]).mean(1, keepdim=True)
+        logits = self.head(torch.tanh(self.embedding(decoder_input_ids) + source))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
+
+
+def test_the_mask_of_an_encoder_says_nothing_of_a_decoder(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Translator()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for _ in range(3):
+            source, target = torch.randint(1, 20, (2, 4, 8))
+            mask = torch.ones_like(source)
+            mask[:, 5:] = 0
+            begun = torch.nn.functional.pad(target[:, :-1], (1, 0))
+            optimizer.zero_grad()
+            model(source.masked_fill(mask == 0, 0), mask, begun, target)[0].backward()
+            optimizer.step()
+    assert judge.main([str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype, cast", [(torch.float32, True), (torch.bfloat16, False)])
+def test_gradients_that_the_loop_clips_in_16_bits(tmp_path, capsys, dtype, cast):
+    """The factor is known by the norms of the steps alone, which rounding moves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                logits = model(torch.randn(16, 32, dtype=dtype))
+            F.cross_entropy(logits.float(), torch.randint(8, (16,))).backward()
+            norm = torch.stack([one.grad.float().norm() for one in model.parameters()]).norm()
+            for one in model.parameters():
+                one.grad.mul_(0.1 / norm)
+            optimizer.step()
+    status = judge.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 0 and out.count("clipped by the loop itself to a norm of 0.1") == 2, out
+
+
+def test_a_model_whose_other_methods_are_called(tmp_path, capsys):
+    model = Policy()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lockstep.record(model, tmp_path):
+        model.forward(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    assert (
+        "no step was recorded: the model was not called for training, as in model(batch)"
+        in capsys.readouterr().err
+    )
