@@ -20,7 +20,7 @@ import functools
 from pathlib import Path
 
 from lockstep.ground import processes
-from lockstep.ground.errors import CannotComputeError, run_program
+from lockstep.ground.errors import CannotComputeError, UserError, run_program
 from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.recorded import against as recorded_against
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         "--against",
         type=Path,
         metavar="FOLDER",
-        help="a recording of the same training, such as by one process: weights, samples and settings must be the same, and the first gradient",
+        help="a recording of the same training, such as by one process: weights, samples and settings must be the same, and the first gradient; if one process cannot compute this run's model, that one's is the reference",
     )
     parser.add_argument(
         "--with-replacement",
@@ -135,7 +135,12 @@ def _judge_steps(
             if other is None:
                 raise
     recording = CutByCode(recording.folder, other)
-    return recording, judge(recording)
+    try:
+        return recording, judge(recording)
+    except CannotComputeError as error:
+        raise UserError(
+            f"--against {other.folder}: one process cannot compute its model either: {error}"
+        ) from error
 
 
 if __name__ == "__main__":

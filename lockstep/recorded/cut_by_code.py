@@ -45,13 +45,21 @@ class Cut(NamedTuple):
 
 def is_cut(own: Recording, whole: Recording) -> bool:
     """Whether a rank's parameters have other shapes than those of the other recording's model."""
-    theirs = whole.steps[0][0].places
+    theirs = _parts(whole.steps[0][0])
     return any(
-        name in theirs and places[0].full != theirs[name][0].full
+        shape != theirs.get(name, shape)
         for about in own.steps[0].values()
+        for name, shape in _parts(about).items()
+    )
+
+
+def _parts(about: Step) -> dict[str, list[int]]:
+    """The shapes of the parameters that a rank has, as its model has them."""
+    return {
+        name.removeprefix("weight/"): list(places[0].full or [])
         for name, places in about.places.items()
         if name.startswith("weight/")
-    )
+    }
 
 
 class CutByCode(Recording):
@@ -80,9 +88,10 @@ class CutByCode(Recording):
 
     def _cuts(self, whole: Recording) -> dict[int, dict[str, Cut]]:
         """Of each rank, the parameters that it has parts of."""
-        shapes = {name: list(one.shape) for name, one in whole.skeleton.named_parameters()}
+        shapes = _parts(whole.steps[0][0])
         found: dict[int, dict[str, Cut]] = {rank: {} for rank in self.steps[0]}
-        for rank, parts in self._parts().items():
+        for rank, about in self.steps[0].items():
+            parts = _parts(about)
             alone = sorted(parts.keys() ^ shapes.keys())
             if alone:
                 where = f"rank {rank} has" if alone[0] in parts else f"rank {rank} lacks"
@@ -102,7 +111,7 @@ class CutByCode(Recording):
             if name not in found[rank]:
                 continue
             known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
-            found[rank][name] = found[rank][name]._replace(runs=_runs_like(known, name, found[rank][name]))
+            found[rank][name] = found[rank][name]._replace(runs=runs_like(known, name, found[rank][name]))
         odd = next((name for name in shapes if not _is_clear(name, found)), None)
         if odd is not None:
             raise UserError(
@@ -120,22 +129,11 @@ class CutByCode(Recording):
         for number, block in enumerate(blocks):
             within = tuple(slice(None) if at == dim else one for at, one in enumerate(block.within))
             first = (block.start or [0])[dim]
-            runs = _runs(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
+            runs = runs_in(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
             if not runs:
                 return []
             found += [one._replace(own=one.own + first) for one in runs]
         return found
-
-    def _parts(self) -> dict[int, dict[str, list[int]]]:
-        """Of each rank, the shapes of the parameters that it has."""
-        return {
-            rank: {
-                name.removeprefix("weight/"): list(places[0].full or [])
-                for name, places in about.places.items()
-                if name.startswith("weight/")
-            }
-            for rank, about in self.steps[0].items()
-        }
 
     def _place(self, step: int, about: Step, cuts: dict[str, Cut]) -> None:
         """Say of each of a rank's tensors where it lies in the whole."""
@@ -191,7 +189,7 @@ def _cut_dim(name: str, part: list[int], whole: list[int]) -> int | None:
     return odd[0] if odd else None
 
 
-def _runs(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
+def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
     """Where the rows of a `part` are in the `whole`; none if that is not clear, such as of zeros."""
     rows = _rows(whole.to(part.dtype), dim)
     places, times = {row: place for place, row in enumerate(rows)}, Counter(rows)
@@ -209,7 +207,7 @@ def _runs(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
     return runs
 
 
-def _runs_like(known: dict[str, Cut], name: str, cut: Cut) -> list[Run]:
+def runs_like(known: dict[str, Cut], name: str, cut: Cut) -> list[Run]:
     """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as all others of its rank.
 
     None where that does not say it either.
