@@ -111,7 +111,11 @@ class CutByCode(Recording):
             if name not in found[rank]:
                 continue
             known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
-            found[rank][name] = found[rank][name]._replace(runs=runs_like(known, name, found[rank][name]))
+            blocks = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
+            values = [self._stored(rank, 1, f"weight/{name}#{number}") for number in blocks]
+            alike = all(bool((one == one.flatten()[0]).all()) for one in values if one.numel())
+            runs = runs_like(known, name, found[rank][name], alike=alike)
+            found[rank][name] = found[rank][name]._replace(runs=runs)
         odd = next((name for name in shapes if not _is_clear(name, found)), None)
         if odd is not None:
             raise UserError(
@@ -162,6 +166,8 @@ def _cut_of(name: str, shape: list[int], cuts: dict[str, Cut]) -> Cut | None:
         cut = cuts.get(f"{module_of(name)}.weight")
         if cut is None or len(cut.runs) == 1 or shape[-1:] != [cut.own[cut.dim]]:
             return None
+        if sum(run.length for run in cut.runs) < shape[-1]:  # FSDP2 has the other rows on other ranks
+            return None
         return Cut(shape, [*shape[:-1], cut.full[cut.dim]], len(shape) - 1, cut.runs)
     cut = cuts.get(rest.partition("/")[2] if kind == "state" else rest)
     return cut if kind in KINDS and cut is not None and shape == cut.own else None
@@ -207,19 +213,20 @@ def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
     return runs
 
 
-def runs_like(known: dict[str, Cut], name: str, cut: Cut) -> list[Run]:
-    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as all others of its rank.
+def runs_like(known: dict[str, Cut], name: str, cut: Cut, *, alike: bool) -> list[Run]:
+    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as the others of its rank.
 
-    None where that does not say it either.
+    None where that does not say it either, such as of values that are all `alike`, and may be in pieces as another parameter is.
     """
     own, full = cut.own[cut.dim], cut.full[cut.dim]
     for other, beside in known.items():
         sizes = beside.own[beside.dim], beside.full[beside.dim]
         if other.rpartition(".")[0] == name.rpartition(".")[0] and sizes == (own, full):
             return beside.runs
-    if any(len(one.runs) > 1 for one in known.values()):
+    in_one = [one for one in known.values() if len(one.runs) == 1 and one.runs[0].length]
+    if alike and len(in_one) < len(known):
         return []
-    turns = {one.runs[0].whole / one.own[one.dim] for one in known.values() if one.runs[0].length}
+    turns = {one.runs[0].whole / one.own[one.dim] for one in in_one}
     start = int(turns.pop() * own) if len(turns) == 1 else full
     length = min(own, full - start)
     return [Run(0, start, length)] if length > 0 else []

@@ -26,7 +26,10 @@ def test_a_bias_of_zeros_lies_as_its_weight():
     bias = Cut([6], [12], 0, [])
     for shape, dim in (([6, 5], 0), ([5, 6], 1)):
         full = [2 * size if at == dim else size for at, size in enumerate(shape)]
-        assert runs_like({"h.weight": Cut(shape, full, dim, THREE)}, "h.bias", bias) == THREE
+        assert runs_like({"h.weight": Cut(shape, full, dim, THREE)}, "h.bias", bias, alike=True) == THREE
     other = {"head.weight": Cut([6, 5], [12, 5], 0, [Run(0, 6, 6)])}
-    assert runs_like(other, "h.bias", bias) == [Run(0, 6, 6)]  # the second half, as of that one
-    assert runs_like({"other.weight": Cut([6, 5], [12, 5], 0, THREE)}, "h.bias", bias) == []
+    assert runs_like(other, "h.bias", bias, alike=True) == [Run(0, 6, 6)]  # the second half, as of that one
+    assert runs_like({"other.weight": Cut([6, 5], [12, 5], 0, THREE)}, "h.bias", bias, alike=True) == []
+    several = {"other.weight": Cut([6, 5], [12, 5], 0, THREE), **other}
+    assert runs_like(several, "h.bias", bias, alike=True) == []
+    assert runs_like(several, "h.weight", Cut([6, 5], [12, 5], 0, []), alike=False) == [Run(0, 6, 6)]

@@ -343,7 +343,7 @@ IN_PARTS = {
             "    optimizer =": "    mesh = init_device_mesh('cpu', (groups.dp, groups.tp), mesh_dim_names=('dp', 'tp'))\n    fully_shard(model, mesh=mesh['dp'])\n    optimizer =",
             "import torch.distributed as dist\n": "import torch.distributed as dist\nfrom torch.distributed.device_mesh import init_device_mesh\nfrom torch.distributed.fsdp import fully_shard\n",
             "            dist.all_reduce(parameter.grad, group=groups.of_data)\n            parameter.grad /= groups.dp\n": "            pass\n",
-            "        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm_of(model))\n": "",
+            "parameter.grad.square().sum()": "parameter.grad.full_tensor().square().sum()",
         },
         "PASS: 2 steps",
     ),
@@ -358,11 +358,6 @@ IN_PARTS = {
         {"return reduced(x)": "return x"},
         "forward/embedding (micro batch 0, rank 0) is the first of 15 of 15 outputs",
     ),
-    "in parts, summed twice": (
-        2,
-        {"        return gradient\n\n\nclass Column": "        return reduced(gradient)\n\n\nclass Column"},
-        "backward/blocks.1.up (micro batch 0, ranks 0, 1) is the first of",
-    ),
     "in parts, bias of each": (
         2,
         {
@@ -376,13 +371,6 @@ IN_PARTS = {
             "    optimizer =": "    if dist.get_rank() == 1:\n        model.blocks[1].down.weight.data[3] += 0.1\n    optimizer ="
         },
         "it begins with other weights: blocks.1.down.weight by a relative",
-    ),
-    "in parts, clipped apart": (
-        2,
-        {
-            "return square.sqrt()": "return torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])"
-        },
-        "they were clipped by different norms",
     ),
 }
 
@@ -510,13 +498,14 @@ def test_a_model_that_is_cut_by_its_own_code(runs, name, capsys):
     """By itself it is refused, as its code communicates. Against one process, where each part lies is found, and the whole is judged."""
     require_recorded(runs / name)
     folder, says = str(runs / name / "run"), IN_PARTS[name][2]
-    assert judge.main([folder]) == 2
-    assert "one process cannot: record the same training by one process" in capsys.readouterr().err
+    if name == "in parts":
+        assert judge.main([folder]) == 2
+        assert "one process cannot: record the same training by one process" in capsys.readouterr().err
     status = judge.main([folder, "--against", str(runs / "whole" / "run")])
     said = capsys.readouterr().out
     assert status == (0 if says.startswith("PASS") else 1), said
     assert says in said.splitlines()[-1], said
-    if not status:
+    if name == "in parts":
         assert "of other shapes than in the reference" not in said
         assert "155 of 155 tensors" in said, said
 
