@@ -90,14 +90,9 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
             place = places[name] if isinstance(places[name], type) else sys.modules.get(name)
             # A module may have another name than it says
             here = _plain(vars(place)) if place else {}
-            for key, one in those[name].items() if place and "__file__" in vars(place) else ():
-                made_later = any(key in names for names in _set_together(vars(place)["__file__"]))
-                if made_later and type(getattr(place, key, None)) in (type(None), Left):
-                    setattr(place, key, value(one))
-                # An attribute that the program gives an object later
-                first, _, last = key.partition(".")
-                if last.isidentifier() and _is_object(getattr(place, first, None)) and key not in here:
-                    vars(getattr(place, first))[last] = value(one)
+            if isinstance(place, types.ModuleType) and hasattr(place, "__file__"):
+                later = {key: one for key, one in those[name].items() if key not in here}
+                _give_later(place, later, value)
             for key in here.keys() & those[name].keys():
                 if here[key] != those[name][key] or here[key] == {"process group": None}:
                     inside, _, last = key.rpartition(".")
@@ -106,6 +101,17 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
                         setattr(holder, last, value(those[name][key]))
                     else:  # which may refuse it, as a frozen dataclass does
                         vars(holder)[last] = value(those[name][key])
+
+
+def _give_later(place: types.ModuleType, recorded: TREE, value: Callable[[Any], Any]) -> None:
+    """What a program makes after it has imported a file: globals that a function of the file sets, and attributes of its objects."""
+    set_by_functions = set().union(*_set_together(str(place.__file__)))
+    for key, one in recorded.items():
+        first, _, last = key.partition(".")
+        if key in set_by_functions and type(getattr(place, key, None)) in (type(None), Left):
+            setattr(place, key, value(one))
+        elif last and not _is_hidden(last) and _is_object(getattr(place, first, None)):
+            vars(getattr(place, first))[last] = value(one)
 
 
 def set_environment(tree: TREE) -> None:
