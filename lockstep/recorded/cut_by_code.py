@@ -122,6 +122,14 @@ class CutByCode(Recording):
                 f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
                 "let both runs begin with the same weights, drawn at random"
             )
+        for name in shapes:
+            cuts = {rank: own[name] for rank, own in found.items() if name in own}
+            runs = [run for cut in cuts.values() for run in cut.runs]
+            borders = {border for run in runs for border in (run.whole, run.whole + run.length)}
+            for rank, cut in cuts.items():
+                found[rank][name] = cut._replace(
+                    runs=[piece for run in cut.runs for piece in split(run, borders)]
+                )
         return found
 
     def _runs(self, rank: int, name: str, whole: torch.Tensor, dim: int) -> list[Run]:
@@ -141,8 +149,8 @@ class CutByCode(Recording):
 
     def _place(self, step: int, about: Step, cuts: dict[str, Cut]) -> None:
         """Say of each of a rank's tensors where it lies in the whole."""
-        for name, (whole, *blocks) in about.places.items():
-            cut = _cut_of(name, whole.full or [], cuts)
+        for name, (of_part, *blocks) in about.places.items():
+            cut = _cut_of(name, of_part.full or [], cuts)
             if cut is None:
                 continue
             placed: list[Place] = []
@@ -181,7 +189,7 @@ def _is_clear(name: str, found: dict[int, dict[str, Cut]]) -> bool:
 
 
 def _rows(tensor: torch.Tensor, dim: int) -> list[bytes]:
-    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).contiguous()
+    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).clone(memory_format=torch.contiguous_format)
     return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
 
 
@@ -196,27 +204,42 @@ def _cut_dim(name: str, part: list[int], whole: list[int]) -> int | None:
 
 
 def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
-    """Where the rows of a `part` are in the `whole`; none if that is not clear, such as of zeros."""
-    rows = _rows(whole.to(part.dtype), dim)
+    """Where the rows of a `part` are in the `whole`; none if that is not clear, such as of zeros.
+
+    A row of zeros may be padding, so it is only where the row beside it says.
+    """
+    rows, own = _rows(whole.to(part.dtype), dim), _rows(part, dim)
     places, times = {row: place for place, row in enumerate(rows)}, Counter(rows)
+    zeros = bytes(len(rows[0])) if rows else b""
+    found = [-1 if row == zeros else places.get(row, -1) for row in own]
+    if any(times[row] > 1 for row in own if row != zeros):
+        return []
+    for number, row in enumerate(own):
+        before = found[number - 1] if number else -1
+        after = found[number + 1] if number + 1 < len(found) else -1
+        place = before + 1 if before >= 0 else after - 1
+        if row == zeros and 0 <= place < len(rows) and rows[place] == zeros:
+            found[number] = place
     runs: list[Run] = []
-    for own, row in enumerate(_rows(part, dim)):
-        if times[row] > 1:
-            return []
-        if row not in places:
-            continue
+    for number, place in enumerate(found):
         last = runs[-1] if runs else None
-        if last and (own, places[row]) == (last.own + last.length, last.whole + last.length):
+        if last and (number, place) == (last.own + last.length, last.whole + last.length):
             runs[-1] = last._replace(length=last.length + 1)
-        else:
-            runs.append(Run(own, places[row], 1))
+        elif place >= 0:
+            runs.append(Run(number, place, 1))
     return runs
+
+
+def split(run: Run, borders: set[int]) -> list[Run]:
+    """A run in pieces that end where others begin or end, so that those of two ranks are the same or have no row in common."""
+    at = sorted({run.whole, run.whole + run.length} | {one for one in borders if one in run.rows})
+    return [Run(run.own + one - run.whole, one, other - one) for one, other in itertools.pairwise(at)]
 
 
 def runs_like(known: dict[str, Cut], name: str, cut: Cut, *, alike: bool) -> list[Run]:
     """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as the others of its rank.
 
-    None where that does not say it either, such as of values that are all `alike`, and may be in pieces as another parameter is.
+    Empty where that does not say it either, such as of values that are all `alike`, and may be in pieces as another parameter is.
     """
     own, full = cut.own[cut.dim], cut.full[cut.dim]
     for other, beside in known.items():
@@ -227,6 +250,6 @@ def runs_like(known: dict[str, Cut], name: str, cut: Cut, *, alike: bool) -> lis
     if alike and len(in_one) < len(known):
         return []
     turns = {one.runs[0].whole / one.own[one.dim] for one in in_one}
-    start = int(turns.pop() * own) if len(turns) == 1 else full
+    start = round(turns.pop() * own) if len(turns) == 1 else full
     length = min(own, full - start)
     return [Run(0, start, length)] if length > 0 else []

@@ -180,7 +180,7 @@ class Ranks:
                         f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
                     ]
                     break
-            if len(mine) != len(clips):
+            if len(mine) != len(clips) and not self.of_clips:
                 self.of_clips = [f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"]
             if self.of_clips:
                 self.verdict.wrong += self.of_clips
@@ -224,11 +224,17 @@ class Ranks:
             )
 
     def _is_given_later(self, called: Called) -> bool:
-        """Whether a later micro batch is what the model returned for this one, as a discriminator is called with what a generator made."""
-        found = self.recording.of_modules(self.verdict.step, called)
+        """Whether a later micro batch is called with what the model returned for this one, as a discriminator is with what a generator made.
+
+        Only where optimizers take turns: in other loops, what is cut off there was to be trained on, such as an earlier piece of a sequence.
+        """
+        step = self.verdict.step
+        if not self.recording.waiting(step):
+            return False
+        found = self.recording.of_modules(step, called)
         returned = [one for name, of in found.items() if name.startswith("forward/") for _, one in of]
         return any(
-            given.shape == one.shape and torch.equal(given, one.to(given.dtype))
+            given.is_floating_point() and given.dtype == one.dtype and torch.equal(given, one)
             for later in self.micro
             if later.number > called.number and later.ranks == called.ranks
             for given in later.tensors.values()

@@ -15,6 +15,8 @@ AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
 OFTEN = 3  # steps, in which ranks share a sample at the same places: by chance hardly ever
 IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
 
+NO_EPOCH = ", though their sampler shuffles: sampler.set_epoch(epoch) is missing"
+
 
 @dataclass
 class RunVerdict:
@@ -60,6 +62,7 @@ def judge(
         _judge_overlap(verdict, samples)
     _judge_order(verdict, samples)
     _judge_epochs(verdict, ranks[0])
+    _judge_short_epochs(verdict, ranks)
     _judge_micro_batches(verdict, ranks[0], recorded)
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
@@ -244,21 +247,44 @@ def _once(micro: list[int]) -> Iterable[int]:
 
 def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
     """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
+    if _in_one_order(verdict, ranks) < IN_ORDER:
+        return
+    said = "samples come in the same order in each epoch"
+    if any(step.shuffled for steps in ranks for step in steps):
+        verdict.wrong.append(f"{said}{NO_EPOCH}")
+    else:
+        verdict.notes.append(said)
+
+
+def _in_one_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> int:
+    """How many samples come again in the order of the first epoch; 0 if they come in another."""
     again = 0
     for steps in ranks:
         order = _seen(steps[: verdict.steps])
         epoch = next((place for place in range(1, len(order)) if order[place] == order[0]), len(order))
         if order[epoch:] != order[: len(order) - epoch]:
-            return
+            return 0
         again += len({*order[epoch:]})
-    told = Counter((one.sampler, one.epoch) for step in ranks[0] for one in step.orders)
-    if again < IN_ORDER and not any(times > 1 for times in told.values()):
-        return  # it may be by chance
-    said = "samples come in the same order in each epoch"
-    if any(step.shuffled for steps in ranks for step in steps):
-        verdict.wrong.append(f"{said}, though their sampler shuffles: sampler.set_epoch(epoch) is missing")
-    else:
-        verdict.notes.append(said)
+    return again
+
+
+def _judge_short_epochs(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """A few samples may be in one order by chance, unless their sampler begins one epoch twice."""
+    if not verdict.wrong and _in_one_order(verdict, ranks) and _is_told_again(ranks[0]):
+        verdict.wrong.append(f"samples come in the same order in each epoch{NO_EPOCH}")
+
+
+def _is_told_again(steps: list[RunStep]) -> bool:
+    """Whether a DistributedSampler whose samples the model is trained on begins one epoch twice, with calls of the model in between."""
+    trained = {source for step in steps for source in step.sources}
+    begun, calls = set[tuple[int, int, int]](), 0
+    for step in steps:
+        begun |= {
+            (one.sampler, one.epoch, calls + one.calls) for one in step.orders if one.sampler in trained
+        }
+        calls += len(step.sources)
+    times = Counter((sampler, epoch) for sampler, epoch, _ in begun)
+    return any(number > 1 for number in times.values())
 
 
 def _judge_epochs(verdict: RunVerdict, steps: list[RunStep]) -> None:

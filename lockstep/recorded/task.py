@@ -21,11 +21,11 @@ from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import MULTIPLE
 from lockstep.verdict.rows import StepVerdict, Wrong
 
+DECODER = "decoder_"  # begins the names of the inputs of a decoder
 SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
 MANY = 8  # different labels, which two micro batches do not have alike by chance
 MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
 # By how many places the tokens that positions are trained to give are ahead
-DECODER = "decoder_"  # begins the names of the inputs of a decoder
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 

@@ -29,13 +29,13 @@ def is_group(value: Any) -> bool:
 
 def group() -> Any:
     """In the place of a recorded process group."""
-    return dist.group.WORLD if dist.is_initialized() else NoGroup()
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else NoGroup()
 
 
 @contextlib.contextmanager
 def of_one(*, needed: bool) -> Iterator[None]:
     """A process group of this process alone, in which a collective changes nothing, where the recorded model may ask for one."""
-    if not needed or dist.is_initialized():
+    if not needed or not dist.is_available() or dist.is_initialized():
         yield
         return
     MADE.append(None)

@@ -22,6 +22,18 @@ from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, S
 REMEDY = "record again"
 
 
+def _require_places(step: Step, path: Path) -> None:
+    """Raises UserError for a tensor of which it is not said what shape the whole has, or where a block lies in it."""
+    for name, places in step.places.items():
+        whole, blocks = (places[0].full if places else None), places[1:]
+        known = whole is not None and all(
+            one.start is not None and one.shape is not None and len(one.start) == len(one.shape) == len(whole)
+            for one in blocks
+        )
+        if not known:
+            raise UserError(f"{path}: it does not say where {printable(name)} lies; {REMEDY}")
+
+
 class Recording:
     """A folder that a run was recorded into. Raises UserError for one that is none, or not whole."""
 
@@ -66,6 +78,7 @@ class Recording:
                     f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
                 )
             found[rank] = validate(Step, read_json(path), path, REMEDY)
+            _require_places(found[rank], path)
             world = found[0].world_size
         return found
 
@@ -118,7 +131,14 @@ class Recording:
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
         """A block that a rank has of a tensor, NAME#NUMBER, or a tensor that is no block."""
-        return self._stored(rank, step, key)
+        found = self._stored(rank, step, key)
+        name, _, number = key.partition("#")
+        if number:
+            shape = self.steps[step - 1][rank].places[name][int(number) + 1].shape
+            if list(found.shape) != shape:
+                path = self._path(rank, step)
+                raise UserError(f"{path}: {printable(key)} is {list(found.shape)}, and not {shape}; {REMEDY}")
+        return found
 
     def _stored(self, rank: int, step: int, key: str) -> torch.Tensor:
         if key.partition("#")[0] in self.steps[step - 1][rank].unchanged:

@@ -215,7 +215,10 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
-    """Their plain values, as JSON; those of objects as OBJECT.ATTRIBUTE, and in the place of one that a function of the file makes."""
+    """Their plain values, as JSON; those of objects as OBJECT.ATTRIBUTE.
+
+    An object that holds process groups, and that a function of the file makes, is not there when the file is imported again: it is recorded by its plain values.
+    """
     found: TREE = {}
     set_by_functions = set().union(*_set_together(names["__file__"])) if "__file__" in names else set()
     for name, value in list(names.items()):
@@ -229,7 +232,7 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
                 # One value is of no use without another that is no plain one, such as the length of a table
                 if of_data <= {key.partition(".")[0] for key in inside}:
                     found |= {f"{name}.{key}": one for key, one in inside.items()}
-                if name in set_by_functions:
+                if name in set_by_functions and any(map(process_group.is_group, vars(value).values())):
                     found[name] = {"left": inside}
             elif not isinstance(value, CODE):
                 found[name] = _Plain(name).value(value, name)
@@ -248,13 +251,15 @@ def _is_hidden(name: str) -> bool:
 
 def _is_one_process() -> bool:
     """What a run of one process says of its processes is so of the judge."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not several or torch.distributed.get_world_size() == 1
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Whether it is a value that counts, and neither code nor a text, which may be a path."""
     code = isinstance(value, (*CODE, classmethod, staticmethod, property, str))
-    return not (code or _is_hidden(name)) and _is_public(name, "")
+    of_processes = OF_PROCESSES.search(name.lower())
+    return not (code or of_processes or _is_hidden(name)) and _is_public(name, "")
 
 
 def _is_object(value: Any) -> bool:

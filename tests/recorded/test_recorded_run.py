@@ -126,11 +126,11 @@ def test_epochs_in_one_order(shuffled):
     made = Made(2 * epochs(1, size=8, steps=2), shuffled=True)
     few = judged(made)  # by chance
     for steps in made.runs:  # unless a sampler was told the same epoch twice
-        orders = [{"sampler": 0, "epoch": 0, "samples": 4, "calls": 0}]
-        steps[::2] = [RunStep(**{**step.model_dump(), "orders": orders}) for step in steps[::2]]
-    assert ["set_epoch(epoch) is missing" in said for said in judged(made).wrong] == shuffled * [
-        True
-    ] or not shuffled
+        begun = [{"sampler": 0, "epoch": 0, "samples": 4, "calls": 0}]
+        told = [{"sources": [0], "orders": [] if number % 2 else begun} for number in range(len(steps))]
+        steps[:] = [RunStep(**{**step.model_dump(), **more}) for step, more in zip(steps, told, strict=True)]
+    if shuffled:
+        assert ["set_epoch(epoch) is missing" in said for said in judged(made).wrong] == [True]
     anew = judged(Made(epochs(2), shuffled=True))
     assert few.wrong == few.notes == anew.wrong == anew.notes == []
 
