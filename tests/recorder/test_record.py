@@ -543,7 +543,7 @@ if __name__ == "__main__":
         ),
         (UNFROZEN.format(calls=2), 0, "PASS: 2 steps"),
         (UNFROZEN.format(calls=1), 1, "0.weight"),
-        (COMMUNICATES, 0, "PASS: 2 steps"),  # with itself
+        (COMMUNICATES, 0, "PASS: 1 steps"),  # with itself
         (CLOSURE, 0, "whole run: 3 steps, 24 samples"),
         (EPOCHS.format(order=""), 0, "whole run: 4 steps, 32 samples"),
         (
