@@ -36,8 +36,6 @@ class Alone:
         self.near: list[Gradients] = []
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
-        # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass.
-        self.clipped_by_hand = False
 
     def add(
         self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
@@ -83,11 +81,13 @@ class Alone:
         weights: torch.Tensor | None,
         clipped: dict[str, float],
         zeros: Collection[str],
+        *,
+        by_hand: bool,
     ) -> list[Judgement]:
         """All rows, in order of execution. `zeros` are those that are zero in a free pass.
 
         `observed` are the recorded gradients, whole, in their own dtypes, `weights` those that the micro batches' losses have in them
-        before they are `clipped` by factors. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
+        before they are `clipped` by factors; `by_hand`: the loop clipped by itself, too. If the weights are not known, gradients are not judged: a weight that is off by little would be seen in each.
         """
         if self.unseen:
             self.verdict.notes.append(
@@ -96,6 +96,10 @@ class Alone:
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)
         reduced_in = self._reduced_in(observed)
+        if by_hand:
+            # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass.
+            found = normalisation.fit(observed, self.near, clipped).weights
+            weights = weights * ((found * weights).sum() / weights.square().sum())
         weights = self._measured(observed, weights, clipped, reduced_in)
         right = Sum(observed, self.right, weights, clipped)
         near = accumulated(Sum(observed, self.near, weights, clipped), reduced_in)
@@ -122,13 +126,10 @@ class Alone:
         clipped: dict[str, float],
         dtypes: dict[str, torch.dtype],
     ) -> torch.Tensor:
-        """`weights` as they were after a clipping that was not seen, and after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
+        """`weights` as they were after rounding: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
 
         They are measured where gradients are rounded least: some may be in float32, as of a last layer.
         """
-        if self.clipped_by_hand:
-            found = normalisation.fit(observed, self.near, clipped).weights
-            weights = weights * ((found * weights).sum() / weights.square().sum())
         least, eps = (of(map(_eps, dtypes.values())) for of in (min, max))
         if eps <= _eps(torch.float32):
             return weights

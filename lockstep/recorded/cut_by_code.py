@@ -88,8 +88,33 @@ class CutByCode(Recording):
 
     def _cuts(self, whole: Recording) -> dict[int, dict[str, Cut]]:
         """Of each rank, the parameters that it has parts of."""
-        shapes = _parts(whole.steps[0][0])
-        found: dict[int, dict[str, Cut]] = {rank: {} for rank in self.steps[0]}
+        found = self._by_values(whole)
+        unclear = [(rank, name) for rank, own in found.items() for name in own if not _is_clear(name, found)]
+        for rank, name in unclear:
+            known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
+            runs = runs_like(known, name, found[rank][name], alike=self._are_alike(rank, name))
+            found[rank][name] = found[rank][name]._replace(runs=runs)
+        odd = next((name for _, name in unclear if not _is_clear(name, found)), None)
+        if odd is not None:
+            raise UserError(
+                f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
+                "let both runs begin with the same weights, drawn at random"
+            )
+        runs_of: dict[str, list[Run]] = {}
+        for own in found.values():
+            for name, cut in own.items():
+                runs_of.setdefault(name, []).extend(cut.runs)
+        return {
+            rank: {
+                name: cut._replace(runs=[piece for run in cut.runs for piece in split(run, runs_of[name])])
+                for name, cut in own.items()
+            }
+            for rank, own in found.items()
+        }
+
+    def _by_values(self, whole: Recording) -> dict[int, dict[str, Cut]]:
+        """The same, as far as the values of the weights say where a part lies."""
+        shapes, found = _parts(whole.steps[0][0]), dict[int, dict[str, Cut]]()
         for rank, about in self.steps[0].items():
             parts = _parts(about)
             alone = sorted(parts.keys() ^ shapes.keys())
@@ -98,39 +123,23 @@ class CutByCode(Recording):
                 raise UserError(
                     f"--against {whole.folder} has another model: {where} {alone[0]}; record one process with the same model"
                 )
-            for name, part in parts.items():
-                dim = _cut_dim(name, part, shapes[name])
-                if dim is None:
-                    continue
-                all_of_it = whole.whole(1, f"weight/{name}")[0]
-                found[rank][name] = Cut(
-                    part, shapes[name], dim, self._runs(rank, f"weight/{name}", all_of_it, dim)
-                )
-        unclear = [(rank, name) for name in shapes for rank in found if not _is_clear(name, found)]
-        for rank, name in unclear:
-            if name not in found[rank]:
-                continue
-            known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
-            blocks = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
-            values = [self._stored(rank, 1, f"weight/{name}#{number}") for number in blocks]
-            alike = all(bool((one == one.flatten()[0]).all()) for one in values if one.numel())
-            runs = runs_like(known, name, found[rank][name], alike=alike)
-            found[rank][name] = found[rank][name]._replace(runs=runs)
-        odd = next((name for name in shapes if not _is_clear(name, found)), None)
-        if odd is not None:
-            raise UserError(
-                f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
-                "let both runs begin with the same weights, drawn at random"
-            )
+            dims = {name: _cut_dim(name, part, shapes[name]) for name, part in parts.items()}
+            found[rank] = {
+                name: Cut(parts[name], shapes[name], dim, []) for name, dim in dims.items() if dim is not None
+            }
         for name in shapes:
-            cuts = {rank: own[name] for rank, own in found.items() if name in own}
-            runs = [run for cut in cuts.values() for run in cut.runs]
-            borders = {border for run in runs for border in (run.whole, run.whole + run.length)}
-            for rank, cut in cuts.items():
-                found[rank][name] = cut._replace(
-                    runs=[piece for run in cut.runs for piece in split(run, borders)]
-                )
+            cut = [rank for rank, own in found.items() if name in own]
+            values = whole.whole(1, f"weight/{name}")[0] if cut else torch.empty(0)
+            for rank in cut:
+                runs = self._runs(rank, f"weight/{name}", values, found[rank][name].dim)
+                found[rank][name] = found[rank][name]._replace(runs=runs)
         return found
+
+    def _are_alike(self, rank: int, name: str) -> bool:
+        """Whether all that a rank has of a parameter is one value."""
+        blocks = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
+        values = (self._stored(rank, 1, f"weight/{name}#{number}") for number in blocks)
+        return all(bool((one == one.flatten()[0]).all()) for one in values if one.numel())
 
     def _runs(self, rank: int, name: str, whole: torch.Tensor, dim: int) -> list[Run]:
         """Where what a rank has of its part lies in the whole. FSDP2 may have cut the part once more."""
@@ -230,8 +239,9 @@ def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
     return runs
 
 
-def split(run: Run, borders: set[int]) -> list[Run]:
-    """A run in pieces that end where others begin or end, so that those of two ranks are the same or have no row in common."""
+def split(run: Run, others: list[Run]) -> list[Run]:
+    """A run in pieces that end where `others` begin or end, so that those of two ranks are the same or have no row in common."""
+    borders = {border for one in others for border in (one.whole, one.whole + one.length)}
     at = sorted({run.whole, run.whole + run.length} | {one for one in borders if one in run.rows})
     return [Run(run.own + one - run.whole, one, other - one) for one, other in itertools.pairwise(at)]
 

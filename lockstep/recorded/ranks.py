@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.words import and_more
-from lockstep.recorded.replicas import NOT_REDUCED, SAME_NORM, Replicas, is_same_norm, shards_of
+from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm, shards_of
 from lockstep.recorder.called import Called
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.lazy import Lazy
@@ -106,10 +106,7 @@ class Ranks:
             for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
             if set(names) <= set(self.recording.names(one, "gradient"))
         )
-        same = (
-            math.isclose(own[0], norm, rel_tol=SAME_NORM + OF_NOISE * math.hypot(own[1], noise))
-            for norm, noise in others
-        )
+        same = (is_same_norm(own[0], norm, OF_NOISE * math.hypot(own[1], noise)) for norm, noise in others)
         return own[0] if any(same) else 0.0
 
     def clipped_apart(self) -> list[str]:
@@ -166,8 +163,11 @@ class Ranks:
 
         Of a gradient that was not complete yet, they have other norms for this reason.
         """
-        if any(one.clipped_early is not None for one in self.ranks.values()):
-            return
+        if not any(one.clipped_early is not None for one in self.ranks.values()):
+            self.of_clips = list(itertools.islice(self._clips_apart(), 1))
+            self.verdict.wrong += self.of_clips
+
+    def _clips_apart(self) -> Iterator[str]:
         (first, mine), *others = (
             (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
         )
@@ -176,15 +176,9 @@ class Ranks:
                 if not math.isfinite(own.norm) and not math.isfinite(other.norm):
                     return  # it is the gradient that is not finite
                 if not is_same_norm(own.norm, other.norm):
-                    self.of_clips = [
-                        f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
-                    ]
-                    break
-            if len(mine) != len(clips) and not self.of_clips:
-                self.of_clips = [f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"]
-            if self.of_clips:
-                self.verdict.wrong += self.of_clips
-                return
+                    yield f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
+            if len(mine) != len(clips):
+                yield f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
 
     def require_returned(self) -> None:
         """Raises UserError where a loss depends on more of the forward pass than what the model returns: no reference knows how."""

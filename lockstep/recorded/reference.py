@@ -60,6 +60,9 @@ class _GradientsOnDisk:
         return taken
 
 
+COMMUNICATES = "its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
+
+
 class Reference(Model):
     """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64. `weights` are those before the step.
 
@@ -122,9 +125,7 @@ class Reference(Model):
                 self.recording.tree.get("left_out", []),
                 key=lambda one: one.partition(":")[0].rpartition(".")[2] not in said,
             )
-            several = communicates(error) or any(one.endswith(": a ProcessGroup") for one in left_out[:1])
-            why = "; its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
-            why *= several
+            why = f"; {COMMUNICATES}" if communicates(error) else ""
             why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
             raise CannotComputeError(
                 f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"

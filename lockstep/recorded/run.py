@@ -15,7 +15,8 @@ AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
 OFTEN = 3  # steps, in which ranks share a sample at the same places: by chance hardly ever
 IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
 
-NO_EPOCH = ", though their sampler shuffles: sampler.set_epoch(epoch) is missing"
+ONE_ORDER = "samples come in the same order in each epoch"
+NO_EPOCH = f"{ONE_ORDER}, though their sampler shuffles: sampler.set_epoch(epoch) is missing"
 
 
 @dataclass
@@ -249,11 +250,10 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
     """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
     if _in_one_order(verdict, ranks) < IN_ORDER:
         return
-    said = "samples come in the same order in each epoch"
     if any(step.shuffled for steps in ranks for step in steps):
-        verdict.wrong.append(f"{said}{NO_EPOCH}")
+        verdict.wrong.append(NO_EPOCH)
     else:
-        verdict.notes.append(said)
+        verdict.notes.append(ONE_ORDER)
 
 
 def _in_one_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> int:
@@ -270,8 +270,8 @@ def _in_one_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> int:
 
 def _judge_short_epochs(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
     """A few samples may be in one order by chance, unless their sampler begins one epoch twice."""
-    if not verdict.wrong and _in_one_order(verdict, ranks) and _is_told_again(ranks[0]):
-        verdict.wrong.append(f"samples come in the same order in each epoch{NO_EPOCH}")
+    if not verdict.wrong and _is_told_again(ranks[0]) and _in_one_order(verdict, ranks):
+        verdict.wrong.append(NO_EPOCH)
 
 
 def _is_told_again(steps: list[RunStep]) -> bool:

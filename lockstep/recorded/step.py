@@ -112,6 +112,7 @@ class _Step:
         self.of_norm: list[str] = []
         # How much each micro batch counts in the worst gradient, to be read after it
         self.counted = ""
+        self.by_hand = False  # whether the loop clipped by itself
         self.alone_in_loss: list[str] = []  # parameters
 
     def _throws_away(self) -> bool:
@@ -271,11 +272,8 @@ class _Step:
             )
             weights_of = weighed.judge(fitted, again, expect)
             yardstick = Sum(self.gradients, columns_of(self.free.near), weights_of, self.clipped)
-            self.of_norm, nominal, self.free.alone.clipped_by_hand = (
-                weighed.of_norm,
-                weighed.nominal,
-                weighed.by_hand,
-            )
+            self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            self.by_hand = weighed.by_hand != 1
             counts = Counts(self.of_ranks, self.gradients, self.clipped, columns, weighed)
             if weighed.unexplained:
                 unknown = verdict.wrong.pop()
@@ -345,7 +343,9 @@ class _Step:
             for name, one in self.recording.skeleton.named_parameters()
         }
         zeros = zeros_of(free, entries, self.verdict.precision)
-        rows = self.free.alone.judge(self.gradients, nominal if known else None, self.clipped, zeros)
+        rows = self.free.alone.judge(
+            self.gradients, nominal if known else None, self.clipped, zeros, by_hand=self.by_hand
+        )
         self.verdict.alone = rows
         self._say_gradients()
         first = next((row for row in rows if row.too_far), None)

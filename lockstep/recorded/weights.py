@@ -60,9 +60,8 @@ class Weighed:
         # What is wrong with the norm of clipping: after what may have caused it
         self.of_norm: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
-        self.by_hand = (
-            False  # whether the loop clipped by itself, so by a factor that is known by the norms alone
-        )
+        # The factor by which the loop clipped by itself, as far as norms say it; 1 if it did not
+        self.by_hand = 1.0
         # Of the micro batches, and of their losses
         self.tokens, self.divisors = list[int](), torch.ones(0)
         self.known: list[torch.Tensor] = []  # weights of the losses in each known mean
@@ -91,12 +90,11 @@ class Weighed:
         known = named.weighting.weights * divisors
         clipped = self.made_of(torch.cat([known, of_terms / named.factor]))
         self.of_norm = clips.judge(verdict, self.ranks[0], clipped, self.beside, causes)
-        by_hand = 1.0
         verdict.factor = named.factor
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
             bound = self.norm_of_steps()
             if bound:
-                by_hand, verdict.factor, self.by_hand = named.factor, 1.0, True
+                self.by_hand, verdict.factor = named.factor, 1.0
                 verdict.clipped = f", clipped by the loop itself to a norm of {bound:.5g}"
         right = abs(verdict.factor - 1) <= verdict.tolerated_weights
         # A single micro batch has a factor whatever the gradient is.
@@ -120,7 +118,7 @@ class Weighed:
             verdict.wrong.append(Wrong(f"{said}, as in no known mean (nearest: {nearest})"))
             return fitted.weights
         if right:
-            self.nominal = self._nominal(of_losses, known, by_hand)
+            self.nominal = self._nominal(of_losses, known, self.by_hand)
         if not right:
             verdict.wrong.append(causes.of_gradient(named.weighting, known))
         elif named.weighting.name == PIECE_MEAN:
@@ -135,7 +133,7 @@ class Weighed:
             counts = candidates[0].weights / named.weighting.weights
             one = "an element" if "element" in candidates[0].label else "a token"
             verdict.difference = f"; in {candidates[0].label}, {one} would count {float(counts.min()):.3g} to {float(counts.max()):.3g} times as much"
-        if self.nominal is None or by_hand != 1:
+        if self.nominal is None or self.by_hand != 1:
             return torch.cat([known * named.factor, of_terms])
         # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it is.
         off = SCALARS * max((torch.finfo(dtype_of(one)).eps for one in verdict.lowered), default=0.0)

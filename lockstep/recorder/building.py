@@ -23,7 +23,8 @@ from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
 
-@functools.cache  # a script may register what cannot be registered twice
+# A script may register what cannot be registered twice. It is run again where it would have an earlier process group.
+@functools.cache
 def _definitions(path: str, source: bytes, about: str, _of_group: int) -> Definitions:
     return Definitions(Script(Path(path), source), **json.loads(about))
 
@@ -132,7 +133,7 @@ class Building:
         if not Path(script).is_file():
             raise ImportError(f"the script {script} is not there")
         user_file.require_to_run(Path(script))
-        found = _definitions(script, Path(script).read_bytes(), json.dumps(about), len(process_group.MADE))
+        found = _definitions(script, Path(script).read_bytes(), json.dumps(about), process_group.number)
         found.enlist()  # those of another recording may be in its place
         return found
 

@@ -105,10 +105,10 @@ def give_back(recorded: TREE, model: torch.nn.Module, value: Callable[[Any], Any
 
 def _give_later(place: types.ModuleType, recorded: TREE, value: Callable[[Any], Any]) -> None:
     """What a program makes after it has imported a file: globals that a function of the file sets, and attributes of its objects."""
-    set_by_functions = set().union(*_set_together(str(place.__file__)))
+    made = _set_by_functions(str(place.__file__))
     for key, one in recorded.items():
         first, _, last = key.partition(".")
-        if key in set_by_functions and type(getattr(place, key, None)) in (type(None), Left):
+        if key in made and type(getattr(place, key, None)) in (type(None), Left):
             setattr(place, key, value(one))
         elif last and not _is_hidden(last) and _is_object(getattr(place, first, None)):
             vars(getattr(place, first))[last] = value(one)
@@ -220,7 +220,7 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
     An object that holds process groups, and that a function of the file makes, is not there when the file is imported again: it is recorded by its plain values.
     """
     found: TREE = {}
-    set_by_functions = set().union(*_set_together(names["__file__"])) if "__file__" in names else set()
+    made = _set_by_functions(names["__file__"]) if "__file__" in names else set()
     for name, value in list(names.items()):
         # What is in a user's file may raise anything when it is looked at.
         with contextlib.suppress(Exception):
@@ -232,7 +232,7 @@ def _plain(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
                 # One value is of no use without another that is no plain one, such as the length of a table
                 if of_data <= {key.partition(".")[0] for key in inside}:
                     found |= {f"{name}.{key}": one for key, one in inside.items()}
-                if name in set_by_functions and any(map(process_group.is_group, vars(value).values())):
+                if name in made and any(map(process_group.is_group, vars(value).values())):
                     found[name] = {"left": inside}
             elif not isinstance(value, CODE):
                 found[name] = _Plain(name).value(value, name)
@@ -280,6 +280,11 @@ def _set_together(file: str) -> list[set[str]]:
     defined = (one for one in ast.walk(whole) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)))
     inside = ([each.names for each in ast.walk(one) if isinstance(each, ast.Global)] for one in defined)
     return [{name for each in those for name in each} for those in inside if those]
+
+
+def _set_by_functions(file: str) -> set[str]:
+    """The globals that functions of a file set."""
+    return set().union(*_set_together(file))
 
 
 class _Plain(Describing):
