@@ -1,4 +1,4 @@
-"""What changes between the update of one step and the next step: weights, and what optimizers keep."""
+"""Judge what changes between the update of one step and the next step: weights, and what optimizers keep."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,43 +8,48 @@ from lockstep.ground.words import and_more
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import StepVerdict, Wrong
 
-ROUNDED = 4  # machine epsilons of a weight's norm
-# Machine epsilons that norms may be apart that are to be one, and elements that follow from them
+# A weight that moved by at most so many machine epsilons of its norm moved by rounding errors alone.
+ROUNDED = 4
+# Norms that are to be equal may differ by so many machine epsilons, and so may elements that follow from them.
 SAME_NORM = 2
 
 
 def judge(recording: Recording, verdict: StepVerdict) -> None:
-    """What a step ends with, weights and what the optimizer keeps, is what the next one begins with, bit for bit."""
+    """Judge whether the step begins with what the one before ended with, bit for bit: the weights, and what the optimizer keeps.
+
+    Adds sentences to the verdict.
+    """
     step = verdict.step
     when = f"between the update of step {step - 1} and step {step}"
-    elsewhere = (
-        recording.holders(step - 1) if step > 1 else {}
-    )  # ranks that do not hold a parameter are given it later
+    # Ranks that do not hold a parameter are given it later.
+    holders = recording.holders(step - 1) if step > 1 else {}
     changed = sorted(
         {
             name
-            for rank, one in recording.steps[step - 1].items()
-            for name in one.changed
-            if rank in elsewhere.get(name.removeprefix("weight/"), [rank])
+            for rank, record in recording.steps[step - 1].items()
+            for name in record.changed
+            if rank in holders.get(name.removeprefix("weight/"), [rank])
         }
     )
-    weights, of_all, state = (
+    weights, attributes, state = (
         [name.removeprefix(kind) for name in changed if name.startswith(kind)]
         for kind in ("weight/", "attribute/", "state/")
     )
     waiting = recording.waiting(step)
     state = [name for name in state if name.partition("/")[2] not in waiting]
-    if not waiting:  # else the attributes are those of other optimizers
-        state += [name.rpartition("/")[0] for name in of_all]
-    shapes = {name: one.shape for name, one in recording.skeleton.named_parameters()}
+    # If some parameters wait, the attributes are those of other optimizers.
+    if not waiting:
+        state += [name.rpartition("/")[0] for name in attributes]
+    shapes = {name: parameter.shape for name, parameter in recording.skeleton.named_parameters()}
     trained = set(recording.names(step, "gradient"))
+    # Of each weight that may be an average: by which shares of the way to trained weights it may have moved
     shares: dict[str, list[tuple[float, float]]] = {}
     rounded: list[str] = []
 
     def alike(shape: torch.Size) -> Iterator[torch.Tensor]:
-        """The trained weights of this shape."""
-        names = (one for one, own in shapes.items() if one in trained and own == shape)
-        return (recording.whole(step, f"weight/{one}")[0] for one in names)
+        """Return the trained weights of this shape."""
+        names = (name for name, other in shapes.items() if name in trained and other == shape)
+        return (recording.whole(step, f"weight/{name}")[0] for name in names)
 
     for name in list(weights):
         before, after = (
@@ -58,20 +63,20 @@ def judge(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(f"{number} elements of {name} were set to 0 {when}, as by pruning")
         elif (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
             weights.remove(name)
-            bounds = " and ".join(f"{one:.5g}" for one in sorted({float(least), float(most)}))
+            bounds = " and ".join(f"{bound:.5g}" for bound in sorted({float(least), float(most)}))
             verdict.notes.append(f"{name} was clamped by {bounds} {when}")
         elif _is_rounding(before, after):
             weights.remove(name)
             rounded.append(name)
-        elif name not in trained and (near := _averaged(before, after, alike(after.shape))):
-            shares[name] = near
+        elif name not in trained and (spans := _shares_moved(before, after, alike(after.shape))):
+            shares[name] = spans
         elif _is_normalised(before, after):
             weights.remove(name)
             verdict.notes.append(f"{name} was normalised {when}: its rows or columns have one norm")
     if rounded:
         verdict.notes.append(f"{and_more(rounded)} changed by rounding errors alone {when}")
-    low, high = _common(list(shares.values()))
-    # Such as a teacher's; its first moves may be no more than rounding errors
+    low, high = _common_share(list(shares.values()))
+    # These are averages, such as a teacher's weights. Their first moves may be no more than rounding errors.
     if shares and low <= high and not 0 < low <= high == 1:
         weights = [name for name in weights if name not in shares]
         verdict.notes.append(
@@ -86,64 +91,73 @@ def judge(recording: Recording, verdict: StepVerdict) -> None:
 
 
 def _is_rounding(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether a weight was taken elsewhere and back, as to its average for an evaluation. 16 bits round by more than an update may be."""
+    """Whether a weight moved by rounding errors alone, as where it was taken elsewhere and back, such as to its average for an evaluation.
+
+    Rounding errors are taken to be those of float32 at most: in 16 bits, they may be larger than an update.
+    """
     eps = min(torch.finfo(before.dtype).eps, torch.finfo(torch.float32).eps)
     before = before.double()
     return bool((after.double() - before).norm() <= ROUNDED * eps * before.norm())
 
 
 def _is_pruned(begun: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether elements were set to 0 after an update, and nothing else. `begun` is what the step began with.
+    """Whether elements were set to 0 after an update, and nothing else. `begun` is the weight that the step began with.
 
-    Whole rows that were 0 then, too, are said to have changed: as well, the update of a shard may have been undone.
+    Whole rows that were 0 then, too, do not count as pruned: the update of a shard may have been undone as well.
     """
-    gone = after == 0
-    if gone.all() or not torch.equal(before.masked_fill(gone, 0), after):
+    zeroed = after == 0
+    if zeroed.all() or not torch.equal(before.masked_fill(zeroed, 0), after):
         return False
-    rows = [gone.movedim(dim, 0).flatten(1) for dim in range(gone.ndim if gone.ndim > 1 else 0)]
-    scattered = rows and all(bool((one.any(1) & ~one.all(1)).any()) for one in rows)
-    return bool((begun[gone & (before != 0)] != 0).any() or scattered)
+    masks = [zeroed.movedim(dim, 0).flatten(1) for dim in range(zeroed.ndim if zeroed.ndim > 1 else 0)]
+    is_scattered = masks and all(bool((mask.any(1) & ~mask.all(1)).any()) for mask in masks)
+    return bool((begun[zeroed & (before != 0)] != 0).any() or is_scattered)
 
 
 def _is_normalised(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether each row, or each column, has its direction still, and all have one norm, as prototypes that a loop normalises."""
-    rounded = SAME_NORM * torch.finfo(after.dtype).eps
+    """Whether each row, or each column, kept its direction, and all have one norm, as prototypes that a loop normalises."""
+    tolerated = SAME_NORM * torch.finfo(after.dtype).eps
     before, after = before.double(), after.double()
     for dim in range(after.ndim) if after.ndim > 1 else ():
         norms = after.norm(dim=dim, keepdim=True)
-        again = before / before.norm(dim=dim, keepdim=True) * norms.mean()
-        same = norms.numel() > 1 and bool(((norms / norms.mean() - 1).abs() <= rounded).all())
-        if same and bool(((again - after).abs() <= rounded * after.abs()).all()):
+        rescaled = before / before.norm(dim=dim, keepdim=True) * norms.mean()
+        is_one_norm = norms.numel() > 1 and bool(((norms / norms.mean() - 1).abs() <= tolerated).all())
+        if is_one_norm and bool(((rescaled - after).abs() <= tolerated * after.abs()).all()):
             return True
     return False
 
 
-def _averaged(
+def _shares_moved(
     before: torch.Tensor, after: torch.Tensor, others: Iterable[torch.Tensor]
 ) -> list[tuple[float, float]]:
-    """Which part of the way to each of `others` a weight may have moved: at least, at most. Any part, if it is where it was but for rounding errors."""
-    rounded = 4 * torch.finfo(after.dtype).eps
+    """Return by which share of the way to each of `others` a weight may have moved: (at least, at most).
+
+    Those that it did not move towards are left out. A weight that is where it was, but for rounding errors, may have moved by any share.
+    """
+    rounding = 4 * torch.finfo(after.dtype).eps
     before, moved = before.double(), after.double() - before.double()
-    if bool((moved.abs() <= rounded * before.abs()).all()):
+    if bool((moved.abs() <= rounding * before.abs()).all()):
         return [(0.0, 1.0)]
-    found = []
+    spans = []
     for other in others:
         way = other.double() - before
-        off = rounded * (before.abs() + way.abs())
+        errors = rounding * (before.abs() + way.abs())
         square = float(way.square().sum())
         if not square:
             continue
-        # Rounding errors of all elements may have one sign: those of a norm's weights, all of them 1, are the same.
-        share, unsure = float((way * moved).sum()) / square, float((way.abs() * off).sum()) / square
-        if bool(((share * way - moved).abs() <= off + unsure * way.abs()).all()):
-            found.append((max(share - unsure, 0.0), min(share + unsure, 1.0)))
-    return found
+        # The rounding errors of all elements may have one sign: those of a norm's weights, all of them 1, are the same.
+        share, error = float((way * moved).sum()) / square, float((way.abs() * errors).sum()) / square
+        if bool(((share * way - moved).abs() <= errors + error * way.abs()).all()):
+            spans.append((max(share - error, 0.0), min(share + error, 1.0)))
+    return spans
 
 
-def _common(shares: list[list[tuple[float, float]]]) -> tuple[float, float]:
-    """The part of the way that all weights may have moved, each to one of the weights like it: at least, at most. (1, 0) if there is none."""
-    for start in sorted({low for each in shares for low, _ in each}, reverse=True):
-        ends = [max((high for low, high in each if low <= start <= high), default=-1.0) for each in shares]
+def _common_share(shares: list[list[tuple[float, float]]]) -> tuple[float, float]:
+    """Return the share of the way that all weights may have moved, each to one of the weights like it: (at least, at most).
+
+    (1, 0) if there is none.
+    """
+    for start in sorted({low for spans in shares for low, _ in spans}, reverse=True):
+        ends = [max((high for low, high in spans if low <= start <= high), default=-1.0) for spans in shares]
         if min(ends) >= start:
             return start, min(ends)
     return 1.0, 0.0

@@ -19,7 +19,7 @@ LATER = (
 
 
 class Causes:
-    """Of the factors of a step. `tokens` are those of the micro batches."""
+    """The causes of a step's factors. `tokens` has the number of tokens of each micro batch."""
 
     def __init__(
         self,
@@ -36,81 +36,103 @@ class Causes:
         self.elsewhere = elsewhere
 
     def of_gradient(self, weighting: Weighting, known: torch.Tensor, of: str = "") -> str:
+        """Return that the gradient is a multiple of that of `weighting`, what the factor may be, and where it came in.
+
+        `known` are the weights that the losses of the micro batches should have. `of` says of which parameters, if not of all.
+        """
         factor = self.verdict.factor
-        why, seen = self.why(factor), ""
+        why, unseen = self.why(factor), ""
         if not why and factor < 1 and not self.ranks[0].clips:
-            seen = "; no clipping by a norm was seen"
-        entered = self._entered(known)
+            unseen = "; no clipping by a norm was seen"
+        origin = self._origin(known)
         if self.is_scale(factor):
-            entered = "; it was not taken off, as scaler.step(optimizer) does"
-        if entered == BEGUN:
-            entered += self._stepped_too_often(factor) + self.in_loss(factor, why)
-        said = f"the gradient{of} is {factor:.7g} times that of {weighting.label}{seen}"
-        return Wrong(said, why + entered) if why else Wrong(said + entered)
+            origin = "; it was not taken off, as scaler.step(optimizer) does"
+        if origin == BEGUN:
+            origin += self._stepped_too_often(factor) + self.in_loss(factor, why)
+        message = f"the gradient{of} is {factor:.7g} times that of {weighting.label}{unseen}"
+        return Wrong(message, why + origin) if why else Wrong(message + origin)
 
     def in_loss(self, factor: float, why: str) -> str:
-        """That a small whole number may be none of the run's, to be read after what else it is."""
-        written = normalisation.may_be_written(factor, self.verdict.tolerated_weights)
-        return "; it may also be a number in the loss" * (written and bool(why))
+        """Return that a small whole number may also be a number in the loss, to be read after `why`.
+
+        Returns "" for any other factor, and if `why`, which says what number of the run it is, is empty.
+        """
+        may_be_written = normalisation.may_be_written(factor, self.verdict.tolerated_weights)
+        return "; it may also be a number in the loss" * (may_be_written and bool(why))
 
     def is_scale(self, times: float) -> bool:
-        """Whether it is the scale of a GradScaler."""
+        """Whether a factor is the scale of a GradScaler."""
         scale = self.micro[0].about.scale
         return scale != 1 and math.isclose(times, scale, rel_tol=self.verdict.tolerated_weights)
 
     def _stepped_too_often(self, factor: float) -> str:
-        """What else a factor may be, to be read after it: that the steps of a loop have fewer micro batches than it divides by is not seen."""
+        """Return what else a factor may be, to be read after it; "" if it is no such factor.
+
+        A loop may divide by more micro batches than its steps have, which the recording does not show.
+        """
         times = round(1 / factor) if factor > 0 else 0
-        alone = len(self.ranks[0].micro_batches) == 1
-        if times < 2 or not alone or abs(times * factor - 1) > self.verdict.tolerated_weights:
+        is_single = len(self.ranks[0].micro_batches) == 1
+        if times < 2 or not is_single or abs(times * factor - 1) > self.verdict.tolerated_weights:
             return ""
         return f"; a loss that is divided by {times} micro batches has it, too, where the optimizer steps after each"
 
-    def _entered(self, known: torch.Tensor) -> str:
-        """Where the factor came in, to be read after it. `known` are the weights that the losses should have."""
-        if self.verdict.pieces > 1:  # their gradients may be summed or averaged later
+    def _origin(self, known: torch.Tensor) -> str:
+        """Return where the factor came in, to be read after it; "" if that is not known.
+
+        `known` are the weights that the losses should have.
+        """
+        # The gradients of pieces may be summed or averaged later.
+        if self.verdict.pieces > 1:
             return ""
         arrived = [
-            one.arrived / called.about.scale for called, one in zip(self.micro, self.exact, strict=True)
+            computed.arrived / called.about.scale
+            for called, computed in zip(self.micro, self.exact, strict=True)
         ]
         begun = torch.tensor(arrived, dtype=torch.float64) / self.verdict.shares
-        for factor, where in ((self.verdict.factor, BEGUN), (1.0, LATER)):
+        for factor, origin in ((self.verdict.factor, BEGUN), (1.0, LATER)):
             if float((begun - factor * known).norm()) <= self.verdict.tolerated_weights * float(begun.norm()):
-                return where
+                return origin
         return ""
 
     def why(self, factor: float) -> str:
-        """What a factor may be, to be read after it."""
+        """Return what a factor may be, to be read after it; "" if it is no number of the run."""
         world = self.ranks[0].world_size
         labels = sum(
-            int(torch.isin(called.tensors[one.mean.labels], torch.tensor(IGNORED), invert=True).sum())
-            for called, one in zip(self.micro, self.exact, strict=True)
-            if one.mean.labels
+            int(torch.isin(called.tensors[computed.mean.labels], torch.tensor(IGNORED), invert=True).sum())
+            for called, computed in zip(self.micro, self.exact, strict=True)
+            if computed.mean.labels
         )
-        targets = [one.mean.targets for one in self.exact if one.mean.targets is not None]
-        in_rows = [one for one in targets if one.ndim > 1]
+        targets = [computed.mean.targets for computed in self.exact if computed.mean.targets is not None]
+        rows = [tensor for tensor in targets if tensor.ndim > 1]
         inside, positions = (
-            sum(map(torch.numel, ones)) for ones in ((one[..., 1:] for one in in_rows), in_rows)
+            sum(map(torch.numel, tensors)) for tensors in ((tensor[..., 1:] for tensor in rows), rows)
         )
-        of_rows = self.verdict.tokens + positions - inside
-        counting = sum(
-            one.ranks == self.micro[0].ranks for one in self.micro
-        )  # micro batches of a rank at which a gradient arrived
-        of_shares = [
-            sum(number for number, own in zip(self.tokens, self.shares, strict=True) if own == share)
+        tokens_and_rows = self.verdict.tokens + positions - inside
+        # The micro batches of a rank at which a gradient arrived
+        counting = sum(called.ranks == self.micro[0].ranks for called in self.micro)
+        # The tokens of each data-parallel rank
+        tokens = [
+            sum(number for number, other in zip(self.tokens, self.shares, strict=True) if other == share)
             for share in dict.fromkeys(self.shares)
         ]
-        unequal = len(of_shares) if self.verdict.tokens and min(of_shares) < max(of_shares) else 0
-        latest = max(one.number for one in self.micro)
+        # How many data-parallel ranks there are, if they have different numbers of tokens
+        unequal = len(tokens) if self.verdict.tokens and min(tokens) < max(tokens) else 0
+        latest = max(called.number for called in self.micro)
         last = sum(
-            number for number, one in zip(self.tokens, self.micro, strict=True) if one.number == latest
+            number for number, called in zip(self.tokens, self.micro, strict=True) if called.number == latest
         )
-        classes = {at.shape[-1] for one in self.micro for at in one.arrived.values() if at.ndim > 1}
-        in_masks = (one for called in self.micro for name, one in called.tensors.items() if "mask" in name)
-        of_mask = sum(int(one.count_nonzero()) for one in in_masks)
+        classes = {
+            gradient.shape[-1]
+            for called in self.micro
+            for gradient in called.arrived.values()
+            if gradient.ndim > 1
+        }
+        masks = (tensor for called in self.micro for name, tensor in called.tensors.items() if "mask" in name)
+        tokens_of_mask = sum(int(mask.count_nonzero()) for mask in masks)
         tolerated = max(self.verdict.tolerated_weights, 1e-6)
-        windows = [len(one.micro_batches) for one in self.ranks.values()]
-        uneven = min(windows) < max(windows)
+        # How many micro batches each rank has
+        windows = [len(record.micro_batches) for record in self.ranks.values()]
+        is_uneven = min(windows) < max(windows)
         several = self.verdict.micro_batches if self.verdict.shares > 1 and max(windows) > 1 else 0
         numbers = {
             "the world size": float(world),
@@ -127,15 +149,15 @@ class Causes:
                 labels if labels != self.verdict.tokens else 0
             ),
             "the tokens of the global batch and one more for each row": float(
-                of_rows if of_rows not in (positions, labels, of_mask) else 0
+                tokens_and_rows if tokens_and_rows not in (positions, labels, tokens_of_mask) else 0
             ),
-            "the tokens of the first rank x the ranks": float(of_shares[0] * unequal),
-            "the tokens of the rank with the most x the ranks": float(max(of_shares) * unequal),
-            "the tokens of the mask": float(of_mask),
-            "the micro batches of all ranks": float(sum(windows) if uneven else several),
-            "those of the rank with the most x the ranks": float(uneven * max(windows) * len(windows)),
+            "the tokens of the first rank x the ranks": float(tokens[0] * unequal),
+            "the tokens of the rank with the most x the ranks": float(max(tokens) * unequal),
+            "the tokens of the mask": float(tokens_of_mask),
+            "the micro batches of all ranks": float(sum(windows) if is_uneven else several),
+            "those of the rank with the most x the ranks": float(is_uneven * max(windows) * len(windows)),
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
-            "the classes": float(next((one for one in classes if abs(factor * one - 1) <= tolerated), 0)),
+            "the classes": float(next((n for n in classes if abs(factor * n - 1) <= tolerated), 0)),
             "the micro batches of another step": float(self.elsewhere),
             "the scale of the GradScaler": self.micro[0].about.scale,
         }

@@ -1,4 +1,4 @@
-"""The norms that a step's gradient was clipped by, against those of the reference's gradients."""
+"""Judge the norms that a step's gradient was clipped by: they are compared with those of the reference's gradients."""
 
 import copy
 import math
@@ -19,63 +19,70 @@ def judge(
     beside: dict[str, float],
     causes: Causes,
 ) -> list[str]:
-    """What is wrong with each norm, in sentences. `whole` are the reference's gradients, clipped as the run's were on this rank.
+    """Return what is wrong with each norm, as sentences, and say in the verdict by how much the gradient was clipped.
 
-    `beside` are the norms of recorded gradients that are not judged.
+    `rank` is what a rank recorded of the step. `whole` are the reference's gradients, clipped as the run's were on this rank. `beside`
+    are the norms of recorded gradients that are not judged.
     """
-    clips = [one for one in rank.clips if not one.by_value]
+    clips = [clip for clip in rank.clips if not clip.by_value]
     sizes = {name: _Size(tensor) for name, tensor in whole.items() if tensor.numel()} if clips else {}
-    until_then = dict.fromkeys([*whole, *beside], 1.0)
+    # What earlier clips multiplied each gradient by
+    factors = dict.fromkeys([*whole, *beside], 1.0)
     wrong: list[str] = []
     for number, clip in enumerate(clips):
-        own = [name for name in until_then if clip.has(name)]
-        scale = {name: until_then[name] / rank.clipped(name) for name in own}
+        names = [name for name in factors if clip.has(name)]
+        scale = {name: factors[name] / rank.clipped(name) for name in names}
         wrong += _judge_one(
             verdict,
             "gradient norm" if len(clips) == 1 else f"gradient norm {number}",
             clip,
-            [sizes[name].times(scale[name]) for name in own if name in sizes],
-            math.hypot(clip.beside, *(beside[name] * scale[name] for name in own if name in beside)),
+            [sizes[name].times(scale[name]) for name in names if name in sizes],
+            math.hypot(clip.beside, *(beside[name] * scale[name] for name in names if name in beside)),
             causes,
         )
-        until_then |= {name: until_then[name] * clip.factor for name in own}
-    short = [one for one in clips if one.factor < 1]
-    if len(short) == 1:
-        verdict.clipped = f", clipped from a norm of {short[0].norm:.5g} to {short[0].max_norm:.5g}"
-    elif short:
-        verdict.clipped = f", clipped in {len(short)} of {len(clips)} parts by the norm of each"
+        factors |= {name: factors[name] * clip.factor for name in names}
+    active = [clip for clip in clips if clip.factor < 1]
+    if len(active) == 1:
+        verdict.clipped = f", clipped from a norm of {active[0].norm:.5g} to {active[0].max_norm:.5g}"
+    elif active:
+        verdict.clipped = f", clipped in {len(active)} of {len(clips)} parts by the norm of each"
     return wrong
 
 
 def _judge_one(
     verdict: StepVerdict, label: str, clip: Clip, sizes: list["_Size"], beside: float, causes: Causes
 ) -> list[str]:
-    """Libraries sum the norm in float32."""
+    """Return what is wrong with one norm. `sizes` are those of the reference's gradients that it is of, `beside` the norm of all others.
+
+    What a sum in float32 may be off by is tolerated, as libraries sum the norm so.
+    """
     if not sizes:
         return []
-    others = torch.tensor(beside, dtype=torch.float64)
-    right = float(torch.stack([*(one.norm for one in sizes), others]).norm())
-    summed = float(torch.stack([*(one.in_float32 for one in sizes), others.float()]).norm())
-    in_float32 = float32_norm_error(right, summed, max(one.numel for one in sizes))
-    largest = max(one.largest for one in sizes)
-    tolerated = in_float32 / right + verdict.tolerated_weights
+    unjudged = torch.tensor(beside, dtype=torch.float64)
+    norm = float(torch.stack([*(size.norm for size in sizes), unjudged]).norm())
+    in_float32 = float(torch.stack([*(size.in_float32 for size in sizes), unjudged.float()]).norm())
+    error = float32_norm_error(norm, in_float32, max(size.numel for size in sizes))
+    largest = max(size.largest for size in sizes)
+    tolerated = error / norm + verdict.tolerated_weights
+    # The run may have clipped by the largest element.
     if abs(clip.norm - largest) <= tolerated * largest:
-        right = largest  # clipped by the largest element
-    if not verdict.number(label, clip.norm, right, tolerated * right).too_far:
+        norm = largest
+    if not verdict.number(label, clip.norm, norm, tolerated * norm).too_far:
         return []
-    times = clip.norm / right
-    said = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {right:.7g}"
-    return [Wrong(said, "; it was clipped before scaler.unscale_(optimizer)" * causes.is_scale(times))]
+    times = clip.norm / norm
+    message = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {norm:.7g}"
+    return [Wrong(message, "; it was clipped before scaler.unscale_(optimizer)" * causes.is_scale(times))]
 
 
 class _Size:
-    """Of a tensor: its norm, also in float32, its largest element and its number of elements."""
+    """The norm of a tensor, also in float32, its largest element and its number of elements."""
 
     def __init__(self, tensor: torch.Tensor):
         self.norm, self.in_float32 = tensor.norm(), tensor.float().norm()
         self.largest, self.numel = float(tensor.abs().max()), tensor.numel()
 
     def times(self, factor: float) -> "_Size":
+        """Return the size of the tensor times a factor."""
         scaled = copy.copy(self)
         scaled.norm, scaled.in_float32 = self.norm * factor, self.in_float32 * factor
         scaled.largest = self.largest * abs(factor)

@@ -1,8 +1,9 @@
-"""A recording whose model is cut among ranks by its own code, read as one of the whole model that another recording has.
+"""Read a recording whose model is cut among ranks by its own code as one of the whole model, which another recording has.
 
 The classes of such a model communicate, as Megatron's tensor-parallel layers do, so one process cannot call them. The same training by one
-process has the same parameters, whole. Where each rank's part of a parameter lies in it is measured, never assumed: both runs begin with the
-same weights, and so each row, or column, of a part is found by its bits.
+process has the same parameters, whole. A rank's part of a parameter is what the model's code gives it; FSDP2 may have sharded the part once
+more, into the blocks that the recording has. Where the part lies in the whole is measured, never assumed: both runs begin with the same
+weights, so each row, or column, of a part is found by its bits.
 """
 
 import itertools
@@ -24,18 +25,22 @@ KINDS = ("weight", "gradient", "updated", "unclipped", "state")
 class Run(NamedTuple):
     """Rows of a rank's part that lie beside each other in the whole, too."""
 
+    # The first row in the part, and in the whole
     own: int
     whole: int
     length: int
 
     @property
     def rows(self) -> range:
-        """Of the whole."""
+        """The rows of the whole."""
         return range(self.whole, self.whole + self.length)
 
 
 class Cut(NamedTuple):
-    """How a rank's part of a parameter, of the shape `own`, lies in the whole: rows along `dim`. Rows without a place are padding."""
+    """How a rank's part of a parameter lies in the whole: in runs of rows along `dim`. Rows that are in no run are padding.
+
+    `own` is the shape of the part, `full` that of the whole.
+    """
 
     own: list[int]
     full: list[int]
@@ -44,17 +49,17 @@ class Cut(NamedTuple):
 
 
 def is_cut(own: Recording, whole: Recording) -> bool:
-    """Whether a rank's parameters have other shapes than those of the other recording's model."""
-    theirs = _parts(whole.steps[0][0])
+    """Whether some rank's parameters have other shapes than those of the other recording's model."""
+    full = _shapes_of(whole.steps[0][0])
     return any(
-        shape != theirs.get(name, shape)
-        for about in own.steps[0].values()
-        for name, shape in _parts(about).items()
+        shape != full.get(name, shape)
+        for record in own.steps[0].values()
+        for name, shape in _shapes_of(record).items()
     )
 
 
-def _parts(about: Step) -> dict[str, list[int]]:
-    """The shapes of the parameters that a rank has, as its model has them."""
+def _shapes_of(about: Step) -> dict[str, list[int]]:
+    """Return the shapes of a rank's parameters, as its model has them."""
     return {
         name.removeprefix("weight/"): list(places[0].full or [])
         for name, places in about.places.items()
@@ -63,174 +68,188 @@ def _parts(about: Step) -> dict[str, list[int]]:
 
 
 class CutByCode(Recording):
-    """The recording in `folder`, as one of the model of `whole`. Raises UserError if its parameters are no parts of that model's."""
+    """The recording in `folder`, read as one of the model of `whole`. Raises UserError if its parameters are no parts of that model's."""
 
     def __init__(self, folder: Path, whole: Recording):
         super().__init__(folder)
-        self.tree, self.model_folder, self._of_one_process = whole.tree, whole.folder, whole.needs_group
-        self._blocks: dict[tuple[int, int, str], tuple[str, int, int, int]] = {}
+        self.tree, self.model_folder, self._needs_group = whole.tree, whole.folder, whole.needs_group
+        # (rank, step, name of a placed block) -> (the stored block that it is cut from, dim, start, length)
+        self._slices: dict[tuple[int, int, str], tuple[str, int, int, int]] = {}
         cuts = self._cuts(whole)
         for step, ranks in enumerate(self.steps, 1):
-            for rank, about in ranks.items():
-                about.attributes.clear()  # of classes that are not the reference's
-                about.attributes.update(whole.steps[0][0].attributes)
-                self._place(step, about, cuts[rank])
+            for rank, record in ranks.items():
+                # They are of classes that are not the reference's.
+                record.attributes.clear()
+                record.attributes.update(whole.steps[0][0].attributes)
+                self._place(step, record, cuts[rank])
 
     @property
     def needs_group(self) -> bool:
-        return self._of_one_process
+        return self._needs_group
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
-        if (rank, step, key) not in self._blocks:
+        if (rank, step, key) not in self._slices:
             return self._stored(rank, step, key)
-        stored, dim, start, length = self._blocks[rank, step, key]
+        stored, dim, start, length = self._slices[rank, step, key]
         return self._stored(rank, step, stored).narrow(dim, start, length)
 
     def _cuts(self, whole: Recording) -> dict[int, dict[str, Cut]]:
-        """Of each rank, the parameters that it has parts of."""
-        found = self._by_values(whole)
-        unclear = [(rank, name) for rank, own in found.items() for name in own if not _is_clear(name, found)]
+        """Return how each rank's parameters are cut, by rank and name. Runs end where those of other ranks begin or end.
+
+        Raises UserError if it is not known.
+        """
+        cuts = self._by_values(whole)
+        unclear = [
+            (rank, name) for rank, of_rank in cuts.items() for name in of_rank if not _is_clear(name, cuts)
+        ]
         for rank, name in unclear:
-            known = {other: cut for other, cut in found[rank].items() if (rank, other) not in unclear}
-            runs = runs_like(known, name, found[rank][name], alike=self._are_alike(rank, name))
-            found[rank][name] = found[rank][name]._replace(runs=runs)
-        odd = next((name for _, name in unclear if not _is_clear(name, found)), None)
-        if odd is not None:
+            known = {other: cut for other, cut in cuts[rank].items() if (rank, other) not in unclear}
+            runs = runs_like(known, name, cuts[rank][name], alike=self._are_alike(rank, name))
+            cuts[rank][name] = cuts[rank][name]._replace(runs=runs)
+        unknown = next((name for _, name in unclear if not _is_clear(name, cuts)), None)
+        if unknown is not None:
             raise UserError(
-                f"where the ranks' parts of {odd} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
+                f"where the ranks' parts of {unknown} lie in that of {whole.folder} is not known: their values are not there, or all alike; "
                 "let both runs begin with the same weights, drawn at random"
             )
         runs_of: dict[str, list[Run]] = {}
-        for own in found.values():
-            for name, cut in own.items():
+        for of_rank in cuts.values():
+            for name, cut in of_rank.items():
                 runs_of.setdefault(name, []).extend(cut.runs)
         return {
             rank: {
                 name: cut._replace(runs=[piece for run in cut.runs for piece in split(run, runs_of[name])])
-                for name, cut in own.items()
+                for name, cut in of_rank.items()
             }
-            for rank, own in found.items()
+            for rank, of_rank in cuts.items()
         }
 
     def _by_values(self, whole: Recording) -> dict[int, dict[str, Cut]]:
-        """The same, as far as the values of the weights say where a part lies."""
-        shapes, found = _parts(whole.steps[0][0]), dict[int, dict[str, Cut]]()
-        for rank, about in self.steps[0].items():
-            parts = _parts(about)
-            alone = sorted(parts.keys() ^ shapes.keys())
-            if alone:
-                where = f"rank {rank} has" if alone[0] in parts else f"rank {rank} lacks"
+        """Return the same as far as the values of the weights say it: a part that they do not place has no runs."""
+        shapes, cuts = _shapes_of(whole.steps[0][0]), dict[int, dict[str, Cut]]()
+        for rank, record in self.steps[0].items():
+            parts = _shapes_of(record)
+            unmatched = sorted(parts.keys() ^ shapes.keys())
+            if unmatched:
+                who = f"rank {rank} has" if unmatched[0] in parts else f"rank {rank} lacks"
                 raise UserError(
-                    f"--against {whole.folder} has another model: {where} {alone[0]}; record one process with the same model"
+                    f"--against {whole.folder} has another model: {who} {unmatched[0]}; record one process with the same model"
                 )
             dims = {name: _cut_dim(name, part, shapes[name]) for name, part in parts.items()}
-            found[rank] = {
+            cuts[rank] = {
                 name: Cut(parts[name], shapes[name], dim, []) for name, dim in dims.items() if dim is not None
             }
         for name in shapes:
-            cut = [rank for rank, own in found.items() if name in own]
-            values = whole.whole(1, f"weight/{name}")[0] if cut else torch.empty(0)
-            for rank in cut:
-                runs = self._runs(rank, f"weight/{name}", values, found[rank][name].dim)
-                found[rank][name] = found[rank][name]._replace(runs=runs)
-        return found
+            ranks = [rank for rank, of_rank in cuts.items() if name in of_rank]
+            weight = whole.whole(1, f"weight/{name}")[0] if ranks else torch.empty(0)
+            for rank in ranks:
+                runs = self._runs(rank, f"weight/{name}", weight, cuts[rank][name].dim)
+                cuts[rank][name] = cuts[rank][name]._replace(runs=runs)
+        return cuts
 
     def _are_alike(self, rank: int, name: str) -> bool:
-        """Whether all that a rank has of a parameter is one value."""
-        blocks = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
-        values = (self._stored(rank, 1, f"weight/{name}#{number}") for number in blocks)
-        return all(bool((one == one.flatten()[0]).all()) for one in values if one.numel())
+        """Whether all values that a rank has of a parameter are equal."""
+        numbers = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
+        blocks = (self._stored(rank, 1, f"weight/{name}#{number}") for number in numbers)
+        return all(bool((block == block.flatten()[0]).all()) for block in blocks if block.numel())
 
     def _runs(self, rank: int, name: str, whole: torch.Tensor, dim: int) -> list[Run]:
-        """Where what a rank has of its part lies in the whole. FSDP2 may have cut the part once more."""
-        found = list[Run]()
+        """Return where a rank's blocks of its part lie in the whole; [] if that is not clear. FSDP2 may have cut the part once more."""
+        runs = list[Run]()
         blocks = self.steps[0][rank].places[name][1:]
         if not sum(math.prod(block.shape or ()) for block in blocks):
             return [Run(0, 0, 0)]
         for number, block in enumerate(blocks):
-            within = tuple(slice(None) if at == dim else one for at, one in enumerate(block.within))
+            within = tuple(slice(None) if axis == dim else rows for axis, rows in enumerate(block.within))
             first = (block.start or [0])[dim]
-            runs = runs_in(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
-            if not runs:
+            of_block = runs_in(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
+            if not of_block:
                 return []
-            found += [one._replace(own=one.own + first) for one in runs]
-        return found
+            runs += [run._replace(own=run.own + first) for run in of_block]
+        return runs
 
     def _place(self, step: int, about: Step, cuts: dict[str, Cut]) -> None:
-        """Say of each of a rank's tensors where it lies in the whole."""
-        for name, (of_part, *blocks) in about.places.items():
-            cut = _cut_of(name, of_part.full or [], cuts)
+        """Change the places of a rank's tensors in its parts to those in the whole."""
+        for name, (part, *blocks) in about.places.items():
+            cut = _cut_of(name, part.full or [], cuts)
             if cut is None:
                 continue
             placed: list[Place] = []
             for (number, block), run in itertools.product(enumerate(blocks), cut.runs):
-                begins, sizes = list(block.start or ()), list(block.shape or ())
-                first = max(begins[cut.dim], run.own)
-                length = min(begins[cut.dim] + sizes[cut.dim], run.own + run.length) - first
+                start, shape = list(block.start or ()), list(block.shape or ())
+                first = max(start[cut.dim], run.own)
+                length = min(start[cut.dim] + shape[cut.dim], run.own + run.length) - first
                 if length > 0:
                     key = about.rank, step, f"{name}#{len(placed)}"
-                    self._blocks[key] = f"{name}#{number}", cut.dim, first - begins[cut.dim], length
-                    begins[cut.dim], sizes[cut.dim] = run.whole + first - run.own, length
-                    placed.append(Place(start=begins, shape=sizes))
+                    self._slices[key] = f"{name}#{number}", cut.dim, first - start[cut.dim], length
+                    start[cut.dim], shape[cut.dim] = run.whole + first - run.own, length
+                    placed.append(Place(start=start, shape=shape))
             about.places[name] = [Place(full=cut.full), *placed]
 
 
 def _cut_of(name: str, shape: list[int], cuts: dict[str, Cut]) -> Cut | None:
-    """How a recorded tensor of this shape is cut; None for one that is not."""
+    """Return how a recorded tensor of this shape is cut; None if it is not."""
     kind, _, rest = name.partition("/")
     if kind in ("forward", "backward"):
-        # Several matrices on each other, each cut, give an output that is cut likewise. Other shards are put together in the order of ranks.
+        # If a weight is several matrices on each other, each of them cut, its output is cut likewise. Shards of other outputs are put
+        # together in the order of ranks.
         cut = cuts.get(f"{module_of(name)}.weight")
         if cut is None or len(cut.runs) == 1 or shape[-1:] != [cut.own[cut.dim]]:
             return None
-        if sum(run.length for run in cut.runs) < shape[-1]:  # FSDP2 has the other rows on other ranks
+        # FSDP2 may have the other rows on other ranks.
+        if sum(run.length for run in cut.runs) < shape[-1]:
             return None
         return Cut(shape, [*shape[:-1], cut.full[cut.dim]], len(shape) - 1, cut.runs)
     cut = cuts.get(rest.partition("/")[2] if kind == "state" else rest)
     return cut if kind in KINDS and cut is not None and shape == cut.own else None
 
 
-def _is_clear(name: str, found: dict[int, dict[str, Cut]]) -> bool:
+def _is_clear(name: str, cuts: dict[int, dict[str, Cut]]) -> bool:
     """Whether it is known where the ranks' parts of a parameter lie, and they make the whole."""
-    cuts = [own[name] for own in found.values() if name in own]
-    rows = {row for cut in cuts for run in cut.runs for row in run.rows}
-    return all(cut.runs and len(rows) == cut.full[cut.dim] for cut in cuts)
+    parts = [of_rank[name] for of_rank in cuts.values() if name in of_rank]
+    rows = {row for part in parts for run in part.runs for row in run.rows}
+    return all(part.runs and len(rows) == part.full[part.dim] for part in parts)
 
 
 def _rows(tensor: torch.Tensor, dim: int) -> list[bytes]:
+    """Return the bytes of each row of a tensor along `dim`."""
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).clone(memory_format=torch.contiguous_format)
     return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
 
 
 def _cut_dim(name: str, part: list[int], whole: list[int]) -> int | None:
-    """None where the part is the whole."""
-    odd = [dim for dim, (one, other) in enumerate(zip(part, whole, strict=False)) if one != other]
-    if len(part) != len(whole) or len(odd) > 1:
+    """Return the dim in which the shape of a part differs from that of the whole; None if the part is the whole.
+
+    Raises UserError if they differ in several dims, or have other numbers of dims.
+    """
+    dims = [dim for dim, (size, full) in enumerate(zip(part, whole, strict=False)) if size != full]
+    if len(part) != len(whole) or len(dims) > 1:
         raise UserError(
             f"--against: {name} is {part} in this run, and {whole} in the other; only parts along one dim can be put together"
         )
-    return odd[0] if odd else None
+    return dims[0] if dims else None
 
 
 def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
-    """Where the rows of a `part` are in the `whole`; none if that is not clear, such as of zeros.
+    """Return where the rows of a `part` are in the `whole`; [] if that is not clear, such as of zeros.
 
-    A row of zeros may be padding, so it is only where the row beside it says.
+    A row of zeros may be padding, so it has a place only if the row beside it says which.
     """
-    rows, own = _rows(whole.to(part.dtype), dim), _rows(part, dim)
+    rows, part_rows = _rows(whole.to(part.dtype), dim), _rows(part, dim)
     places, times = {row: place for place, row in enumerate(rows)}, Counter(rows)
     zeros = bytes(len(rows[0])) if rows else b""
-    found = [-1 if row == zeros else places.get(row, -1) for row in own]
-    if any(times[row] > 1 for row in own if row != zeros):
+    # The place of each row of the part, -1 if it has none
+    placed = [-1 if row == zeros else places.get(row, -1) for row in part_rows]
+    if any(times[row] > 1 for row in part_rows if row != zeros):
         return []
-    for number, row in enumerate(own):
-        before = found[number - 1] if number else -1
-        after = found[number + 1] if number + 1 < len(found) else -1
+    for number, row in enumerate(part_rows):
+        before = placed[number - 1] if number else -1
+        after = placed[number + 1] if number + 1 < len(placed) else -1
         place = before + 1 if before >= 0 else after - 1
         if row == zeros and 0 <= place < len(rows) and rows[place] == zeros:
-            found[number] = place
+            placed[number] = place
     runs: list[Run] = []
-    for number, place in enumerate(found):
+    for number, place in enumerate(placed):
         last = runs[-1] if runs else None
         if last and (number, place) == (last.own + last.length, last.whole + last.length):
             runs[-1] = last._replace(length=last.length + 1)
@@ -240,26 +259,28 @@ def runs_in(part: torch.Tensor, whole: torch.Tensor, dim: int) -> list[Run]:
 
 
 def split(run: Run, others: list[Run]) -> list[Run]:
-    """A run in pieces that end where `others` begin or end, so that those of two ranks are the same or have no row in common."""
-    borders = {border for one in others for border in (one.whole, one.whole + one.length)}
-    at = sorted({run.whole, run.whole + run.length} | {one for one in borders if one in run.rows})
-    return [Run(run.own + one - run.whole, one, other - one) for one, other in itertools.pairwise(at)]
+    """Return a run in pieces that end where `others` begin or end, so that those of two ranks are the same or have no row in common."""
+    ends = {end for other in others for end in (other.whole, other.whole + other.length)}
+    bounds = sorted({run.whole, run.whole + run.length} | {end for end in ends if end in run.rows})
+    return [Run(run.own + start - run.whole, start, end - start) for start, end in itertools.pairwise(bounds)]
 
 
 def runs_like(known: dict[str, Cut], name: str, cut: Cut, *, alike: bool) -> list[Run]:
-    """Where a part lies whose rows do not say it: as another parameter of its module, or in the same turn as the others of its rank.
+    """Return where a part lies whose rows do not say it.
 
-    Empty where that does not say it either, such as of values that are all `alike`, and may be in pieces as another parameter is.
+    It lies as another parameter of its module, or in the same turn as the other parameters of its rank: if these are the second of equal
+    parts, so is it. Returns [] if that does not say it either, as where its values are all `alike`: then it may also be in several runs,
+    as another parameter is.
     """
-    own, full = cut.own[cut.dim], cut.full[cut.dim]
-    for other, beside in known.items():
-        sizes = beside.own[beside.dim], beside.full[beside.dim]
-        if other.rpartition(".")[0] == name.rpartition(".")[0] and sizes == (own, full):
-            return beside.runs
-    in_one = [one for one in known.values() if len(one.runs) == 1 and one.runs[0].length]
-    if alike and len(in_one) < len(known):
+    size, full = cut.own[cut.dim], cut.full[cut.dim]
+    for beside, other in known.items():
+        sizes = other.own[other.dim], other.full[other.dim]
+        if beside.rpartition(".")[0] == name.rpartition(".")[0] and sizes == (size, full):
+            return other.runs
+    in_one_run = [other for other in known.values() if len(other.runs) == 1 and other.runs[0].length]
+    if alike and len(in_one_run) < len(known):
         return []
-    turns = {one.runs[0].whole / one.own[one.dim] for one in in_one}
-    start = round(turns.pop() * own) if len(turns) == 1 else full
-    length = min(own, full - start)
+    turns = {other.runs[0].whole / other.own[other.dim] for other in in_one_run}
+    start = round(turns.pop() * size) if len(turns) == 1 else full
+    length = min(size, full - start)
     return [Run(0, start, length)] if length > 0 else []

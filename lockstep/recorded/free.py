@@ -1,4 +1,4 @@
-"""The pass from the batch of each micro batch of a recorded step, in float64 and in the run's dtypes, and its modules judged."""
+"""Compute the micro batches of a recorded step from their batches on, in float64 and in the run's dtypes, and judge the modules."""
 
 import itertools
 import math
@@ -24,8 +24,10 @@ from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.rows import StepVerdict, Wrong
 
-SAME = 1e-9  # relative: two passes in float64
-# Relative, of shards that are put together in the order of their ranks: in another order they are off by more than they are large.
+# The relative difference of two passes in float64 that compute the same
+SAME = 1e-9
+# The relative error of shards that are put together in the order of their ranks is below this. In another order, they are off by more than
+# they are large.
 IN_ORDER = 0.5
 NOT_LINEAR = (
     "if twice the gradient arrives at what the model returns, gradients of parameters are not twice as large"
@@ -33,9 +35,10 @@ NOT_LINEAR = (
 
 
 class Free:
-    """Adds rows and sentences to the verdict. `redraws`: the yardstick is the farthest of several draws (lockstep/recorded/redrawn.py).
+    """The free passes over the micro batches of a step: from the batch on, where `Alone` computes each module from what was recorded.
 
-    `exact` and `near` are then what each micro batch gives, in float64 and in the run's dtypes.
+    `judge` adds rows and sentences to the verdict. `exact` and `near` then have the result of each micro batch, in float64 and in the run's
+    dtypes. `redraws`: the yardstick is the farthest of several draws (lockstep/recorded/redrawn.py).
     """
 
     def __init__(
@@ -65,135 +68,149 @@ class Free:
         self.alone = Alone(verdict, self.right, self.plain, len(recording.steps))
 
     def recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
-        """(what modules returned for a micro batch and what arrived there, the choices among it)."""
-        own = self.recording.of_modules(self.verdict.step, called)
-        for name, shards in own.items():
+        """Return what modules returned for a micro batch and what arrived there, by name, and the choices among it, by module."""
+        tensors = self.recording.of_modules(self.verdict.step, called)
+        for name, shards in tensors.items():
             dim = self.cut.get(name.replace("backward/", "forward/", 1))
             if dim is not None:
-                own[name] = [(called.ranks[0], torch.cat([shard for _, shard in shards], dim))]
+                tensors[name] = [(called.ranks[0], torch.cat([shard for _, shard in shards], dim))]
                 row = f"{name.partition('/')[0]}/{module_of(name)}"
-                parts = _parts(shards, dim)
-                known = self.verdict.shards.setdefault(row, parts)
-                self.verdict.shards[row] = parts if parts.keys() == known.keys() else {}
+                places = _places_of(shards, dim)
+                known = self.verdict.shards.setdefault(row, places)
+                self.verdict.shards[row] = places if places.keys() == known.keys() else {}
         told = {
-            module_of(name): found[0][1] for name, found in own.items() if not found[0][1].is_floating_point()
+            module_of(name): shards[0][1]
+            for name, shards in tensors.items()
+            if not shards[0][1].is_floating_point()
         }
-        if called.piece is not None:  # the whole is told what all pieces chose
-            of_all = [self.recording.of_modules(self.verdict.step, one) for one in called.piece.all]
+        # The whole is told what all pieces chose.
+        if called.piece is not None:
+            pieces = [self.recording.of_modules(self.verdict.step, piece) for piece in called.piece.all]
             for module, choice in told.items():
                 name = f"forward/{called.number}/{module}"
-                whole = called.piece.pieces.joined_rows([of[name][0][1] for of in of_all])
+                whole = called.piece.pieces.joined_rows([piece[name][0][1] for piece in pieces])
                 told[module] = choice if whole is None else whole
-        return own, told
+        return tensors, told
 
     def judge(self, of_ranks: Ranks) -> bool:
-        """Returns whether a module is wrong."""
+        """Judge modules, the task and replicas. Return whether a module is wrong."""
         verdict, reference = self.verdict, self.right
         if reference.kernels:
             verdict.notes.append(
                 f"the model's attention was computed by {and_more(reference.kernels)}; the reference computes the same in plain torch"
             )
-        for _, same in itertools.groupby(self.micro, key=lambda one: id(one.first)):
-            self._judge_samples(list(same))
+        for _, pieces in itertools.groupby(self.micro, key=lambda called: id(called.first)):
+            self._judge_samples(list(pieces))
         if verdict.step == 1:
             task.judge(verdict, reference, self.micro, self.exact)
         task.judge_replicas(verdict, reference, self.micro)
         before = len(verdict.wrong)
-        wrong = self.modules.close()
+        is_wrong = self.modules.close()
         first = next((row for row in self.modules.rows.values() if row.too_far), None)
         if first is not None and first.which_pass == "forward":
             verdict.wrong[before:before] = self._why(first, of_ranks)
             later = {*of_ranks.of_clips}
-            if of_ranks.unreduced:  # they differ as what they come from does
+            # Gradients differ between ranks because the outputs do that they come from.
+            if of_ranks.unreduced:
                 of_ranks.say_of_unreduced("", instead=True)
-                later |= {said for said in verdict.wrong if said.startswith("gradients differ")}
-            verdict.wrong.sort(key=lambda said: said in later)
-        return wrong
+                later |= {sentence for sentence in verdict.wrong if sentence.startswith("gradients differ")}
+            verdict.wrong.sort(key=lambda sentence: sentence in later)
+        return is_wrong
 
     def _judge_samples(self, pieces: list[Called]) -> None:
-        """A micro batch, or all pieces of one."""
+        """Compute and judge a micro batch, or all pieces of one."""
         recorded = [self.recorded(called) for called in pieces]
         for called, (_, told) in zip(pieces, recorded, strict=True):
-            for reference, kept in ((self.plain, self.near), (self.right, self.exact)):
-                kept.append(reference.compute(called, told))
-            if not self.streamed:  # whose units are computed twice
+            for reference, results in ((self.plain, self.near), (self.right, self.exact)):
+                results.append(reference.compute(called, told))
+            # The units of a streamed model are computed twice.
+            if not self.streamed:
                 task.note_buffers(self.verdict, called, self.right, self.plain)
             if self.redraws:
                 redrawn.draw_again(self.plain, self.near[-1], self.exact[-1], called, told)
             if self.verdict.step == 1 and len(self.exact) == 1:
                 self._judge_linearity(called, told)
-        rights, near = self.exact[-len(pieces) :], self.near[-len(pieces) :]
-        if self._find_cut(recorded, rights):
+        exacts, yardsticks = self.exact[-len(pieces) :], self.near[-len(pieces) :]
+        if self._find_cut(recorded, exacts):
             recorded = [self.recorded(called) for called in pieces]
-        for right, measured in zip(rights, near, strict=True):
-            measured.terms = {name: measured.terms[name] for name in right.terms}
-        for computed in (rights, near):
-            as_pieces(computed, pieces, [own for own, _ in recorded])
-        for called, (own, _), right, measured in zip(pieces, recorded, rights, near, strict=True):
-            self.modules.add(called.number, called.ranks, own, right, measured)
-            right.arrived *= self.modules.scales.get((called.number, called.ranks[0]), 1.0)
-            self.loss_noise = max(self.loss_noise, _loss_noise(right, measured))
-            for one in (right, measured):
-                one.modules, one.logits, one.at_logits = {}, None, None  # they take the most memory
+        for exact, yardstick in zip(exacts, yardsticks, strict=True):
+            yardstick.terms = {name: yardstick.terms[name] for name in exact.terms}
+        for computed in (exacts, yardsticks):
+            as_pieces(computed, pieces, [tensors for tensors, _ in recorded])
+        for called, (tensors, _), exact, yardstick in zip(pieces, recorded, exacts, yardsticks, strict=True):
+            self.modules.add(called.number, called.ranks, tensors, exact, yardstick)
+            exact.arrived *= self.modules.scales.get((called.number, called.ranks[0]), 1.0)
+            self.loss_noise = max(self.loss_noise, _loss_noise(exact, yardstick))
+            # These take the most memory.
+            for result in (exact, yardstick):
+                result.modules, result.logits, result.at_logits = {}, None, None
 
     def _find_cut(
-        self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], rights: list[Computed]
+        self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], exacts: list[Computed]
     ) -> bool:
-        """Find outputs that the ranks of a tensor-parallel group have shards of. The gradient there is cut likewise."""
-        found = {
+        """Find outputs that the ranks of a tensor-parallel group have shards of; return whether there are any.
+
+        The gradient at such an output is cut likewise.
+        """
+        dims = {
             name: dim
-            for (own, _), right in zip(recorded, rights, strict=True)
-            for name, shards in own.items()
-            if name.startswith("forward/") and name in right.modules
-            if len(shards) > 1  # else the reference's, which may be on disk, need not be read
-            if (dim := _cut_dim([shard for _, shard in shards], right.modules[name])) is not None
+            for (tensors, _), exact in zip(recorded, exacts, strict=True)
+            for name, shards in tensors.items()
+            if name.startswith("forward/") and name in exact.modules
+            # Else the reference's output, which may be on disk, need not be read.
+            if len(shards) > 1
+            if (dim := _cut_dim([shard for _, shard in shards], exact.modules[name])) is not None
         }
-        self.cut |= found
-        return bool(found)
+        self.cut |= dims
+        return bool(dims)
 
     def _judge_linearity(self, called: Called, told: dict[str, torch.Tensor]) -> None:
+        """Judge whether the gradients are twice as large if twice the gradient arrives at what the model returns."""
         first = self.exact[0]
-        odd = _not_linear(self.right, called, told, first)
-        if odd and first.arrived == 1 and first.loss is not None:
-            self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {odd}; here, 1 arrives")
-        elif odd:
+        name = _not_linear(self.right, called, told, first)
+        if name and first.arrived == 1 and first.loss is not None:
+            self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {name}; here, 1 arrives")
+        elif name:
             self.verdict.wrong.append(
-                f"{NOT_LINEAR}, such as that of {odd}: a function's backward method forgets what it is given"
+                f"{NOT_LINEAR}, such as that of {name}: a function's backward method forgets what it is given"
             )
 
     def _why(self, first: Judgement, of_ranks: Ranks) -> list[str]:
-        """Why an output of a module, the first that is wrong, is wrong."""
-        odd = [rank for rank, one in first.ranks.items() if not one <= 1]
-        why = of_ranks.unlike(first.name.removeprefix("forward/"), odd)
-        if why or self.verdict.pieces > 1 or self.verdict.step > 1:
-            return why
+        """Return why the first output of a module that is wrong is wrong, as sentences; [] if it is not known."""
+        ranks = [rank for rank, multiple in first.ranks.items() if not multiple <= 1]
+        sentences = of_ranks.unlike(first.name.removeprefix("forward/"), ranks)
+        if sentences or self.verdict.pieces > 1 or self.verdict.step > 1:
+            return sentences
         name = first.name.replace("/", "/0/", 1)
-        of_odd = (one for one in self.micro if one.number == 0 and first.ranks.get(one.ranks[0], 0) > 1)
-        called = next(of_odd, self.micro[0])
+        wrong = (
+            called for called in self.micro if called.number == 0 and first.ranks.get(called.ranks[0], 0) > 1
+        )
+        called = next(wrong, self.micro[0])
         return explain_cache(self.right, called, name) or explain(self.right, self.micro, name)
 
     def judge_losses(self) -> None:
-        """Every loss is a draw of the same rounding errors, and one may be small by chance.
+        """Judge the losses of all micro batches and ranks.
 
-        So the measure is the yardstick's largest, and at least what the errors of its logits let expect.
+        Every loss is a draw of the same rounding errors, and one may be small by chance. So what is tolerated follows from the largest
+        error of the yardstick's losses, and at least from what the errors of its logits lead to expect.
         """
         pairs = [
-            (one.loss, own.loss)
-            for one, own in zip(self.exact, self.near, strict=True)
-            if one.loss is not None and own.loss is not None
+            (exact.loss, yardstick.loss)
+            for exact, yardstick in zip(self.exact, self.near, strict=True)
+            if exact.loss is not None and yardstick.loss is not None
         ]
-        measure = max((abs(own - right) / abs(right) for right, own in pairs if right), default=0.0)
-        measure = max(measure, self.loss_noise)
-        tolerated = MULTIPLE * measure + FLOOR * UNIT["fp32"]
+        error = max((abs(near - exact) / abs(exact) for exact, near in pairs if exact), default=0.0)
+        error = max(error, self.loss_noise)
+        tolerated = MULTIPLE * error + FLOOR * UNIT["fp32"]
         for called, exact in zip(self.micro, self.exact, strict=True):
-            # What a loop makes itself is not recorded
+            # A loss that the loop makes itself is not recorded.
             if exact.loss is None or self.loss is not None:
                 continue
             dtype = called.about.loss_dtype
-            rounded = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0
+            roundoff = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
-                allowed = (tolerated + rounded) * abs(exact.loss)
+                allowed = (tolerated + roundoff) * abs(exact.loss)
                 self.verdict.losses.append((loss, exact.loss, allowed))
                 if self.verdict.number(name, loss, exact.loss, allowed).too_far:
                     self.verdict.wrong.append(
@@ -201,46 +218,45 @@ class Free:
                     )
 
 
-def _parts(shards: list[tuple[int, torch.Tensor]], dim: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Rank -> (start, shape) of its shard in the whole."""
-    found, begin = {}, 0
+def _places_of(shards: list[tuple[int, torch.Tensor]], dim: int) -> dict[int, tuple[list[int], list[int]]]:
+    """Return, by rank, (start, shape) of its shard in the whole. The shards follow each other along `dim`."""
+    places, offset = {}, 0
     for rank, shard in shards:
         start = [0] * shard.ndim
-        start[dim], begin = begin, begin + shard.shape[dim]
-        found[rank] = (start, list(shard.shape))
-    return found
+        start[dim], offset = offset, offset + shard.shape[dim]
+        places[rank] = (start, list(shard.shape))
+    return places
 
 
 def _cut_dim(shards: list[torch.Tensor], whole: torch.Tensor) -> int | None:
-    """The dim along which the shards of ranks, in their order, are near this tensor; None if they are not."""
+    """Return the dim along which the shards of ranks, put together in their order, are near `whole`; None if they are not."""
     for dim, length in enumerate(whole.shape):
-        others = [one.shape[:dim] + one.shape[dim + 1 :] for one in (whole, *shards)]
-        if len(set(others)) == 1 and sum(one.shape[dim] for one in shards) == length:
+        others = [tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in (whole, *shards)]
+        if len(set(others)) == 1 and sum(shard.shape[dim] for shard in shards) == length:
             return dim if distance_of(torch.cat(shards, dim), whole).relative < IN_ORDER else None
     return None
 
 
 def columns_of(computed: list[Computed]) -> list[Gradients]:
-    """The gradients of the losses of all micro batches, then those of their further terms."""
-    found = [one.gradients for one in computed]
-    return found + [term.gradients for one in computed for term in one.terms.values()]
+    """Return the gradients of the losses of all micro batches, then those of their further terms."""
+    gradients = [result.gradients for result in computed]
+    return gradients + [term.gradients for result in computed for term in result.terms.values()]
 
 
 def _not_linear(
     reference: Reference, called: Called, told: dict[str, torch.Tensor], first: Computed
 ) -> str | None:
-    """A parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
+    """Return a parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
 
-    Raises UserError for a model that draws random numbers. `first` is what the reference gave for the micro batch.
+    `first` is what the reference gave for the micro batch. Raises UserError for a model that draws random numbers.
     """
 
     def other(again: Computed, factor: float) -> str | None:
-        pairs = ((name, factor * one, again.gradients[name]) for name, one in first.gradients.items())
-        return next(
-            (name for name, one, own in pairs if float((own - one).norm()) > SAME * float(one.norm())), None
-        )
+        """Return a parameter whose gradient is not `factor` times that in `first`; None if there is none."""
+        pairs = ((name, factor * x, again.gradients[name]) for name, x in first.gradients.items())
+        return next((name for name, x, y in pairs if float((y - x).norm()) > SAME * float(x.norm())), None)
 
-    # That of the loss itself is divided by what arrived there.
+    # The gradient of a loss is divided by what arrived at the loss, so it stays the same.
     twice = reference.compute(called.twice, told)
     name = other(twice, 1.0 if first.loss is not None else 2.0)
     if name is None and twice.loss == first.loss:
@@ -254,12 +270,12 @@ def _not_linear(
     return name
 
 
-def _loss_noise(exact: Computed, near: Computed) -> float:
-    """The standard deviation of a loss, relative, whose logits are off as far as the yardstick's are, each independently of the others.
+def _loss_noise(exact: Computed, yardstick: Computed) -> float:
+    """Return the relative standard deviation of a loss whose logits are as far off as the yardstick's, each independently of the others.
 
-    With the gradient g at the logits, that of a sum of g_i times errors of one size is |g| times this size.
+    With the gradient g at the logits, the standard deviation of a sum of g_i times errors of one size is |g| times this size.
     """
-    if exact.loss is None or exact.logits is None or near.logits is None or exact.at_logits is None:
+    if exact.loss is None or exact.logits is None or yardstick.logits is None or exact.at_logits is None:
         return 0.0
-    errors = near.logits.double() - exact.logits
+    errors = yardstick.logits.double() - exact.logits
     return float(exact.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(exact.loss)

@@ -1,4 +1,4 @@
-"""The recorded model, called again by one process with the micro batches that the run saw: in float64, or as the run computes."""
+"""Call the recorded model again, by one process, with the micro batches that the run saw: in float64, or as the run computes."""
 
 import contextlib
 import functools
@@ -29,13 +29,15 @@ from lockstep.verdict.float64 import Float32, Float64, Place, Told, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.mean_over import in_rows
 
-CROSS_ENTROPY = "cross_entropy()"  # where the model's code calls it
+# The head of a model whose code calls cross_entropy itself
+CROSS_ENTROPY = "cross_entropy()"
 
 
 class Model(Passes):
-    """As it was before each micro batch of a step. `exact`: in float64. `weights` are those before the step.
+    """The recorded model as it was before each micro batch of a step. `weights` are those before the step.
 
-    `streamed`: memory has the weights of one unit of the model at a time (lockstep/recorded/streamed.py), and what modules return is on disk.
+    `exact`: it computes in float64; else as the run does. `streamed`: memory has the weights of one unit of the model at a time
+    (lockstep/recorded/streamed.py), and what modules return is on disk.
     """
 
     def __init__(
@@ -55,19 +57,21 @@ class Model(Passes):
         self.recording, self.step, self.folder = recording, step, recording.folder
         self.weights = weights
         self.draw = 0
-        if recording.origin.device != "cpu":  # whose random numbers a CPU does not draw
+        # A CPU does not draw the random numbers of another device.
+        if recording.origin.device != "cpu":
             self.kernels = gpu_kernels.choose(self.model)
         for module in self.model.modules():
-            # Checkpointing would compute again outside of the mode
+            # Checkpointing would compute again outside of the mode.
             if "gradient_checkpointing" in vars(module):
                 vars(module).update(gradient_checkpointing=False)
         self.state = state_of(self.model)
-        self.all_wide = {one.dtype for one in self.model.parameters()} == {torch.float64}
-        own = Lazy(weights, self._own)
-        units = Streamed(self.model, own, self._again) if streamed else None
-        building.give(self.model, own if units is None else units.outside(self._computed_in))
+        self.all_wide = {parameter.dtype for parameter in self.model.parameters()} == {torch.float64}
+        given = Lazy(weights, self._weight_of)
+        units = Streamed(self.model, given, self._again) if streamed else None
+        building.give(self.model, given if units is None else units.outside(self._computed_in))
+        # Of each module, which of its buffers are not None
         self.filled = {
-            module: {key: one is not None for key, one in module._buffers.items()}
+            module: {key: buffer is not None for key, buffer in module._buffers.items()}
             for module in self.model.modules()
         }
         if exact:
@@ -77,43 +81,49 @@ class Model(Passes):
             if parameter.is_floating_point():
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
-        # integer outputs of modules, as they were returned
+        # Integer outputs of modules, as they were returned
         self.indices: dict[str, torch.Tensor] = {}
         self.mode = Told()
-        self.widths: dict[int, int] = {}  # of all calls of topk
-        # What a pass in the run's dtypes draws random numbers in, and finds tensors in, by rank and number of a micro batch
+        # The number of scores that each call of topk chooses from
+        self.widths: dict[int, int] = {}
+        # The dtypes that a pass in the run's dtypes draws random numbers in, and finds tensors in, by rank and number of a micro batch
         self.dtypes: dict[tuple[int, int], dict[int | Place, torch.dtype]] = {}
-        # Of a model that returns its loss alone: the module whose output are the logits, or CROSS_ENTROPY
+        # Of a model that returns its loss alone: the module that returns the logits, or CROSS_ENTROPY
         self.head = ""
-        self.calls_of_topk: dict[str, int] | None = None  # by the output that has their indices
+        # The numbers of the calls of topk, by the output that has their indices; None if they are not known yet
+        self.calls_of_topk: dict[str, int] | None = None
 
-    def _own(self, name: str) -> torch.Tensor:
-        """A weight as the model has it."""
+    def _weight_of(self, name: str) -> torch.Tensor:
+        """Return a weight as the model has it: in the dtype that it computes in, perturbed if asked for, in the run's memory order."""
         weight = self.weights[name]
         weight = weight.to(self._computed_in(weight.dtype), copy=True)
         if self.draw and self.parameters[name].requires_grad:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
-            lower = self.recording.steps[0][0].micro_batches[0].autocast
-            # Autocast rounds what was moved once more.
-            size = torch.finfo(dtype_of(lower)).eps / 4 if lower else torch.finfo(weight.dtype).eps / 2
+            autocast = self.recording.steps[0][0].micro_batches[0].autocast
+            # Autocast rounds the perturbed weight once more.
+            size = torch.finfo(dtype_of(autocast)).eps / 4 if autocast else torch.finfo(weight.dtype).eps / 2
             weight = perturbed(weight, generator, size)
         order = self.recording.steps[self.step - 1][0].orders.get(name)
         return in_order(weight, order) if order else weight
 
     def perturb(self, draw: int) -> None:
-        """Give the model weights that are perturbed by one ulp, others with each number of a draw; 0: its own."""
+        """Give the model weights that are perturbed by one ulp, each number of a draw other ones; 0: its own."""
         self.draw = draw
-        if not self.streamed:  # else they are read when they are needed
+        # The weights of a streamed model are read when they are needed.
+        if not self.streamed:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
-                    parameter.copy_(self._own(name))
+                    parameter.copy_(self._weight_of(name))
 
     def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a weight that the run had in `dtype`. Of a run in float64, the yardstick is in float32: it must be above the run's errors."""
+        """Return the dtype that the model has a weight in that the run had in `dtype`.
+
+        The yardstick of a run in float64 is in float32: its errors must be larger than the run's.
+        """
         if self.exact:
             return torch.float64
-        cast = self.recording.steps[0][0].micro_batches[0].param_dtype
-        return dtype_of(cast) if cast else torch.float32 if self.all_wide else dtype
+        param_dtype = self.recording.steps[0][0].micro_batches[0].param_dtype
+        return dtype_of(param_dtype) if param_dtype else torch.float32 if self.all_wide else dtype
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         super().keep(name, tensor)
@@ -121,82 +131,92 @@ class Model(Passes):
             self.indices[name] = tensor
 
     def _again(self) -> Context:
-        """For a later computation of what is computed next: in the mode, and counted alike."""
+        """Return what makes the context in which what is computed next can be computed once more: in the mode, and with the same counts."""
         mode = self.mode
-        before = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts, Counter(mode.reads)
+        saved = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts, Counter(mode.reads)
         states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            now = self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads
-            calls, *numbers, reads = before
+            current = self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads
+            calls, *numbers, reads = saved
             self.hooks.calls, mode.reads = Counter(calls), Counter(reads)
             mode.calls, mode.draws, mode.dropouts = numbers
             restore_generators(states)
-            TorchFunctionMode.__enter__(mode)  # the default dtype is still the mode's
+            # Enter as a mode of torch alone: the default dtype is still the mode's.
+            TorchFunctionMode.__enter__(mode)
             try:
                 with self._of_device():
                     yield
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
-                self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads = now
+                self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads = current
 
         return again
 
     def logits(self, called: Called) -> torch.Tensor | None:
-        """What the model returns for a micro batch that the run need not have seen; None without logits."""
-        # Hooks keep what modules return where gradients are computed.
+        """Return the logits of a micro batch that the run need not have seen; None if the model gives none."""
+        # Hooks keep what modules return only where gradients are computed.
         with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
             output = self._forward(called)
             _, logits = outputs_of(output)
-            if isinstance(output, list):  # perhaps chunks
+            # The list may have the chunks of one tensor.
+            if isinstance(output, list):
                 logits = called.whole_of(list(tensors_of(output).values()))
         if logits is None and self.head == CROSS_ENTROPY:
             return in_rows(called, self.mode.entropies or [])[2]
         return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits
 
     def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
-        """What modules return for a micro batch that the run need not have seen, as far as the model can be called with it.
+        """Return what modules return for a micro batch that the run need not have seen, as far as the model can be called with it.
 
         The model's buffers and attributes are as they were for `like`.
         """
         with contextlib.suppress(Exception), self._precision(called, self._mode(like or called, {})):
-            for name, one in tensors_of(self._forward(called)).items():
-                self.keep(f"forward/{called.number}/returned.{name}", one)
+            for name, tensor in tensors_of(self._forward(called)).items():
+                self.keep(f"forward/{called.number}/returned.{name}", tensor)
         return self.modules
 
     def unlike(self, one: Called, other: Called) -> list[str]:
-        """The buffers, numbers and texts of the model that two micro batches do not have alike. Other attributes may be of the batch before."""
-        mine, theirs = (self.recording.buffers(self.step, called) for called in (one, other))
-        known = [name for name in mine.keys() & theirs.keys() if ":" not in name]
-        buffers = [name for name in known if not torch.equal(mine[name], theirs[name])]
-        here, there = one.about.attributes, other.about.attributes
+        """Return the names of the buffers, numbers and texts of the model that differ between two micro batches.
+
+        Other attributes may be of the batch before.
+        """
+        buffers, other_buffers = (self.recording.buffers(self.step, called) for called in (one, other))
+        shared = [name for name in buffers.keys() & other_buffers.keys() if ":" not in name]
+        unequal = [name for name in shared if not torch.equal(buffers[name], other_buffers[name])]
+        values, other_values = one.about.attributes, other.about.attributes
         names = [
             name
-            for name in here.keys() | there.keys()
-            if here.get(name) != there.get(name)
-            and not isinstance(here.get(name, there.get(name)), (dict, list))
+            for name in values.keys() | other_values.keys()
+            if values.get(name) != other_values.get(name)
+            and not isinstance(values.get(name, other_values.get(name)), (dict, list))
         ]
-        return sorted({name.replace(":", ".").removeprefix(".") for name in (*buffers, *names)})
+        return sorted({name.replace(":", ".").removeprefix(".") for name in (*unequal, *names)})
 
     def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
-        # A pass may change one, such as a mean or a bias of experts
+        """Return the mode of a pass over a micro batch in which the model makes the choices that it is `told`.
+
+        It is kept as `self.mode`. The buffers and attributes that the pass begins with are kept, too.
+        """
+        # A pass may change buffers and attributes, such as a mean or a bias of experts.
         self.buffers, self.changed = self.recording.buffers(self.step, called), called.about.attributes
-        kind = Float64 if self.exact else Float32 if self.all_wide else Told
+        make = Float64 if self.exact else Float32 if self.all_wide else Told
+        # The first such pass finds out which output has the indices of which call of topk.
         if told and self.calls_of_topk is None:
-            mode = self.mode = kind()
+            mode = self.mode = make()
             with self._precision(called, mode), torch.no_grad():
                 self._forward(called)
-            found = {storage(indices): number for number, indices in mode.own.items()}
+            numbers = {storage(indices): number for number, indices in mode.own.items()}
             self.calls_of_topk = {
-                module_of(name): found[storage(tensor)]
+                module_of(name): numbers[storage(tensor)]
                 for name, tensor in self.indices.items()
-                if storage(tensor) in found
+                if storage(tensor) in numbers
             }
             self.widths = mode.widths
         calls = self.calls_of_topk or {}
-        chosen = {calls[name]: tensor for name, tensor in told.items() if name in calls}
-        self.mode = kind(chosen, self.widths)
+        choices = {calls[name]: tensor for name, tensor in told.items() if name in calls}
+        self.mode = make(choices, self.widths)
         self.mode.dtypes = self.dtypes.setdefault((called.ranks[0], called.number), {})
         self.mode.entropies = [] if self.exact else None
         if self.recording.origin.device != "cpu":
@@ -204,7 +224,10 @@ class Model(Passes):
         return self.mode
 
     def _forward(self, called: Called) -> Any:
-        """What the model returns."""
+        """Call the model with a micro batch, in the state that it had before it; return what the model returns.
+
+        Raises UserError if it cannot be called again with what was recorded.
+        """
         if called.about.left_out:
             raise UserError(
                 f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
@@ -212,14 +235,16 @@ class Model(Passes):
         tensors = self._widened(called.tensors)
         tensors |= {name: in_order(tensors[name], order) for name, order in called.about.orders.items()}
         if called.about.param_dtype and called.about.casts_inputs and not self.exact:
-            cast = dtype_of(called.about.param_dtype)
-            tensors |= {name: one.to(cast) for name, one in tensors.items() if one.is_floating_point()}
+            dtype = dtype_of(called.about.param_dtype)
+            tensors |= {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
         values = {**called.about.plain, **tensors}
         structure = treespec_loads(called.about.structure)
         given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
         signature = inspect.signature(self.model.forward)
         known = signature.parameters
-        given |= {name: one for name, one in {"use_cache": False, **called.instead}.items() if name in known}
+        given |= {
+            name: value for name, value in {"use_cache": False, **called.instead}.items() if name in known
+        }
         self._restore_state()
         for name, module in self.model.named_modules():
             module.training = name not in called.about.evaluated
@@ -229,7 +254,7 @@ class Model(Passes):
         if called.random is not None:
             torch.set_rng_state(called.random)
         elif self.recording.origin.device == "cpu":
-            # Nothing was drawn: a pass that draws is wrong, and is not to differ from the next one.
+            # Nothing was drawn in the run. So a pass that draws is wrong, and must not differ from the next one.
             torch.manual_seed(0)
         restore_generators(called.about.generators)
         self.called = called
@@ -240,38 +265,43 @@ class Model(Passes):
         return output
 
     def _restore_state(self) -> None:
-        """Buffers and attributes as they were before the micro batch."""
-        tensors = {name: one for _, own in self.state.values() for name, one in own.items()}
+        """Give the model the buffers and attributes that it had before the micro batch."""
+        tensors = {name: tensor for _, own in self.state.values() for name, tensor in own.items()}
         building.set_state(self.model, {name: value for name, (value, _) in self.state.items()}, tensors)
         buffers = self._widened(self.buffers)
         building.set_state(self.model, self.changed, buffers)
         for module, filled in self.filled.items():
-            own = module._buffers.items()
-            module._buffers = {key: one if filled[key] else None for key, one in own if key in filled}
+            items = module._buffers.items()
+            module._buffers = {key: buffer if filled[key] else None for key, buffer in items if key in filled}
         known = dict(self.model.named_buffers())
         for name, tensor in buffers.items():
             if name in known and known[name].shape == tensor.shape:
-                known[name].detach().copy_(tensor)  # a forward pass may have asked for its gradient
+                # A forward pass may have asked for the buffer's gradient.
+                known[name].detach().copy_(tensor)
             elif ":" not in name:
-                place, _, key = name.rpartition(".")
-                self.model.get_submodule(place)._buffers[key] = tensor.clone()
+                module_name, _, key = name.rpartition(".")
+                self.model.get_submodule(module_name)._buffers[key] = tensor.clone()
 
     def _widened(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is no weight and no id is in float64, too, or in float32 if the run computes in float64."""
+        """Return tensors that are not weights as the model takes them.
+
+        In the reference, those of floating point are in float64, too. In the yardstick of a run in float64, they are in float32.
+        """
         return tensors | {
-            name: one.double() if self.exact else one.float() if self.all_wide else one
-            for name, one in tensors.items()
-            if one.is_floating_point()
+            name: tensor.double() if self.exact else tensor.float() if self.all_wide else tensor
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
         }
 
     @contextlib.contextmanager
     def _precision(self, called: Called, mode: Told) -> Iterator[None]:
+        """The mode, the arithmetic of the run's device and the autocast that a micro batch is computed in."""
         dtype = called.about.autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
             stack.enter_context(self._of_device())
             if dtype is not None and not self.exact:
-                # Its cache would keep the weights of all units.
+                # Autocast's cache would keep the weights of all units of a streamed model.
                 stack.enter_context(torch.autocast("cpu", dtype_of(dtype), cache_enabled=not self.streamed))
             yield
 
@@ -284,26 +314,26 @@ class Model(Passes):
 
 
 def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:
-    """Which products of float32 the run's device may have computed in TF32, or as inexactly."""
+    """Return which products of float32 the run's device may have computed in TF32, or as inexactly."""
     if not recording.origin.device.startswith("cuda") or all(
-        one.dtype != torch.float32 for one in model.parameters()
+        parameter.dtype != torch.float32 for parameter in model.parameters()
     ):
         return []
-    kinds = {type(one) for one in model.modules()}
-    convolves = any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in kinds)
-    recurs = any(issubclass(kind, torch.nn.RNNBase) for kind in kinds)
-    return [one for one in recording.origin.tf32 if convolves or one != "convolution"] + [
+    classes = {type(module) for module in model.modules()}
+    has_convolution = any(issubclass(kind, torch.nn.modules.conv._ConvNd) for kind in classes)
+    is_recurrent = any(issubclass(kind, torch.nn.RNNBase) for kind in classes)
+    return [name for name in recording.origin.tf32 if has_convolution or name != "convolution"] + [
         "recurrent"
-    ] * recurs
+    ] * is_recurrent
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Of torch.float32, as a recording has it."""
+    """Return the dtype of a name such as torch.float32, as a recording has it."""
     return getattr(torch, name.removeprefix("torch."))
 
 
 def _tables(model: torch.nn.Module) -> list[str]:
-    """Modules without weights but with buffers, such as a rotary table: they stay as they are in the runs."""
+    """Return the names of modules without weights but with buffers, such as a rotary table: they stay as they are in the runs."""
     return [
         name
         for name, module in model.named_modules()
