@@ -1,4 +1,4 @@
-"""What was found of each module by itself: the rows, and the file that the reference's program writes of a captured run."""
+"""Results of judging each module by itself: rows, sentences, and the file that the reference's program writes."""
 
 import hashlib
 import json
@@ -21,73 +21,82 @@ REMEDY = "run python -m lockstep.reference again"
 
 
 class Alone(Strict):
-    """Of all steps of one dump, in order of execution within a step."""
+    """The results of all steps of one dump, in order of execution within a step."""
 
     model_config = ConfigDict(strict=False)  # JSON has lists for tuples
 
-    dump: Sha256  # of its manifest
+    dump: Sha256  # of the dump's manifest
     rows: list[Judgement]
     choices: list[Chosen]
 
 
 def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
-    """Of a module that has factors in several micro batches, the one that is farthest beyond, and the ranks that have one."""
-    found: dict[str, list[Factor]] = {}
+    """Return the rows with their factors added.
+
+    A module with factors in several micro batches gets the one that is farthest beyond what is tolerated, and all ranks that
+    have one.
+    """
+    by_row: dict[str, list[Factor]] = {}
     for factor in sorted(factors.beyond(), key=lambda factor: -factor.multiple):
-        own = (
+        row_name = (
             factor.name
             if factor.rank is None
             else f"{factor.name.partition('/')[0]}/{module_of(factor.name)}"
         )
-        found.setdefault(own, []).append(factor)
-    return [_with_factor(row, found[row.name]) if row.name in found else row for row in rows]
+        by_row.setdefault(row_name, []).append(factor)
+    return [_with_factor(row, by_row[row.name]) if row.name in by_row else row for row in rows]
 
 
 def _with_factor(row: Judgement, beyond: list[Factor]) -> Judgement:
-    """`beyond` are the factors of the row's tensor, the farthest first."""
-    first, ranks = beyond[0], dict(row.ranks)
-    for one in beyond:
-        if one.rank is not None:
-            ranks[one.rank] = max(one.multiple, ranks.get(one.rank, 0.0))
-    return replace(row, factor=first, ranks=ranks, where=row.where if row.is_far else first.where)
+    """Return a row with the farthest of its tensor's factors. `beyond` are these factors, the farthest first."""
+    farthest, ranks = beyond[0], dict(row.ranks)
+    for factor in beyond:
+        if factor.rank is not None:
+            ranks[factor.rank] = max(factor.multiple, ranks.get(factor.rank, 0.0))
+    return replace(row, factor=farthest, ranks=ranks, where=row.where if row.is_far else farthest.where)
 
 
 def sentence(rows: list[Judgement]) -> str:
-    """What is wrong by itself. At least one row is."""
+    """Return a sentence on the tensors that are wrong by themselves. At least one row must be too far."""
     wrong = [row for row in rows if row.too_far]
     first = wrong[0]
-    steps: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for row in wrong:
-        steps.setdefault(row.name, []).append(str(row.step))
-    each = [name if len(own) == 1 else f"{name} in steps {', '.join(own)}" for name, own in steps.items()]
-    names = ", ".join(each[:SHOWN]) + (", ..." if len(each) > SHOWN else "")
-    where = f" ({first.where})" if first.where and first.factor is None else ""
+        by_name.setdefault(row.name, []).append(str(row.step))
+    labels = [
+        name if len(steps) == 1 else f"{name} in steps {', '.join(steps)}" for name, steps in by_name.items()
+    ]
+    listed = ", ".join(labels[:SHOWN]) + (", ..." if len(labels) > SHOWN else "")
+    place = f" ({first.where})" if first.where and first.factor is None else ""
     if len(wrong) == 1:
         return (
-            f"1 of {len(rows)} tensors is not what its module gives from the inputs that it had: {names}{where}: "
+            f"1 of {len(rows)} tensors is not what its module gives from the inputs that it had: {listed}{place}: "
             f"{first.describe()}"
         )
     return (
-        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {names}; "
-        f"the first{where}: {first.describe()}"
+        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {listed}; "
+        f"the first{place}: {first.describe()}"
     )
 
 
 def following(rows: list[Judgement], too_far: list[Judgement]) -> str:
-    """The end of a sentence: how many of the tensors that are `too_far` from the batch on are right by themselves, by `rows`; "" if none is."""
+    """Return the end of a sentence: how many tensors are too far from the batch on, but right by themselves.
+
+    `too_far` are rows of the computation from the batch on, `rows` those of modules by themselves. Return "" if there is none.
+    """
     right = {(row.step, row.name) for row in rows if not row.too_far}
-    number = sum((row.step, row.name) in right for row in too_far)
-    if not number:
+    count = sum((row.step, row.name) in right for row in too_far)
+    if not count:
         return ""
-    if number == 1:
+    if count == 1:
         return "; 1 more is too far from the reference, but right by itself: it follows from what is wrong before it"
-    return f"; {number} more are too far from the reference, but right by themselves: they follow from what is wrong before them"
+    return f"; {count} more are too far from the reference, but right by themselves: they follow from what is wrong before them"
 
 
 def sentences(rows: list[Judgement], choices: list[Chosen]) -> list[str]:
-    """All that is wrong by itself; [] if nothing is."""
-    found = [sentence(rows)] if any(row.too_far for row in rows) else []
-    return found + [f"{one.name} {one.describe()}" for one in choices if one.too_far]
+    """Return a sentence for all tensors, and one for each choice, that are wrong by themselves; [] if none are."""
+    wrong = [sentence(rows)] if any(row.too_far for row in rows) else []
+    return wrong + [f"{choice.name} {choice.describe()}" for choice in choices if choice.too_far]
 
 
 def digest_of(dump: Dump) -> str:
@@ -96,7 +105,7 @@ def digest_of(dump: Dump) -> str:
 
 
 def path_of(folder: Path) -> Path:
-    """Beside the dump in a folder."""
+    """Return the path of the results of the dump in `folder`. It lies beside the folder."""
     return folder.with_name(f"alone_{folder.name}.json")
 
 
@@ -105,13 +114,13 @@ def write(found: Alone, folder: Path) -> None:
 
 
 def read(dump: Dump, beside: Path) -> Alone | None:
-    """What was found of a dump, from a file beside it or in a folder; None if no file is of this dump, as it is now.
+    """Return the results of a dump, from a file beside it or in the folder `beside`; None if no file is of the dump as it is now.
 
-    Raises UserError for a file that is damaged.
+    Raises UserError for a damaged file.
     """
     for path in (path_of(dump.folder), path_of(beside / dump.name)):
         if path.exists():
-            found = validate(Alone, read_json(path), path, REMEDY)
-            if found.dump == digest_of(dump):
-                return found
+            results = validate(Alone, read_json(path), path, REMEDY)
+            if results.dump == digest_of(dump):
+                return results
     return None

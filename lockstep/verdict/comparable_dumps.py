@@ -17,40 +17,40 @@ from lockstep.plan.contract import (
 )
 from lockstep.plan.rates import rate_of
 
-SUMMED = 1e-9  # relative: how far two float64 sums of the same numbers may be apart
+SUMMED = 1e-9  # relative difference that two float64 sums of the same numbers may have
 
 
 def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True) -> None:
     """Raise UserError naming the first difference that makes a comparison of two dumps meaningless.
 
-    A reference may have more steps than the other dump. `same_steps=False` compares only the steps of both.
+    A reference may have more steps than the other dump. `same_steps=False` compares only the steps that both have.
     """
-    names = f"{one.folder} and {other.folder}"
-    pair = f"{names} cannot be compared"
-    require_comparable(one, other, "tensors", names)
+    folders = f"{one.folder} and {other.folder}"
+    problem = f"{folders} cannot be compared"
+    require_comparable(one, other, "tensors", folders)
     if one.layout != other.layout:
         raise UserError(
-            f"{pair}: their models have other tensors; capture both with the same --model_name and --attn_impl"
+            f"{problem}: their models have other tensors; capture both with the same --model_name and --attn_impl"
         )
-    steps, others = (sorted(filter(None, dump.steps)) for dump in (one, other))
-    if same_steps and not (set(steps) <= set(others) if other.exact else steps == others):
+    steps, other_steps = (sorted(filter(None, dump.steps)) for dump in (one, other))
+    if same_steps and not (set(steps) <= set(other_steps) if other.exact else steps == other_steps):
         raise UserError(
-            f"{pair}: steps {', '.join(map(str, steps))} against {', '.join(map(str, others))}; capture the same steps"
+            f"{problem}: steps {', '.join(map(str, steps))} against {', '.join(map(str, other_steps))}; capture the same steps"
         )
 
 
 def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
-    """Entry -> sentence, for settings in which the effective contracts of two runs differ.
+    """Return the settings in which the effective contracts of two runs differ, as entry -> sentence.
 
     The baseline itself is compared with what its own configuration demands.
     """
-    wanted, rates = (
+    expected, rates = (
         baseline.contract,
         {step: entry["learning_rate"] for step, entry in baseline.steps.items()},
     )
     if dump is baseline:
         config = configuration(dump.run)
-        wanted = expected_contract(
+        expected = expected_contract(
             config,
             dump.run["architecture"],
             dump.layout.model,
@@ -58,12 +58,12 @@ def configuration_differences(baseline: Dump, dump: Dump) -> dict[str, str]:
             int((dump.tensor(1, "batch/labels") != IGNORED).sum()) if config.samples.counted else None,
         )
         rates = {step: rate_of(dump.run["config"], step, dump.run["num_steps"]) for step in dump.steps}
-    found = contract_differences(on_any_mesh(wanted), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
+    differences = contract_differences(on_any_mesh(expected), on_any_mesh(dump.contract), KNOWN_DIFFERENCES)
     for step in sorted(dump.steps):
         rate = dump.steps[step]["learning_rate"]
-        if rate != rates.get(step, rate) and "learning_rates" not in found:
-            found["learning_rates"] = f"learning rate of step {step} is {rate}, not {rates[step]}"
-    return found
+        if rate != rates.get(step, rate) and "learning_rates" not in differences:
+            differences["learning_rates"] = f"learning rate of step {step} is {rate}, not {rates[step]}"
+    return differences
 
 
 def require_its_batch(reference: Dump, step: int) -> None:
@@ -75,9 +75,9 @@ def require_its_batch(reference: Dump, step: int) -> None:
 
 
 def require_norm(reference: Dump, step: int, held: float) -> None:
-    """Raise UserError unless the gradient norm that a reference records is that of its gradients, `held`."""
-    said = reference.steps[step]["grad_norm"]
-    if not math.isclose(said, held, rel_tol=SUMMED):
+    """Raise UserError unless the gradient norm that a reference records is `held`, that of its gradients."""
+    recorded = reference.steps[step]["grad_norm"]
+    if not math.isclose(recorded, held, rel_tol=SUMMED):
         raise UserError(
-            f"{reference.folder}: step {step} records a gradient norm of {said:.9g}, its gradients have {held:.9g}; {REMEDY}"
+            f"{reference.folder}: step {step} records a gradient norm of {recorded:.9g}, its gradients have {held:.9g}; {REMEDY}"
         )

@@ -21,7 +21,7 @@ from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import ROUNDOFF, Judgement, OfDDP, noise_of, pass_of, tolerance
 from lockstep.verdict.result import Findings, Result
 
-# Without a reference: the largest distance from it that DDP had, over the clean sweep and the real sizes (results/).
+# DDP's largest distance from the reference in the clean sweep and at real sizes (results/): the yardstick without a reference.
 TYPICAL = {"fp32": 1.5e-6, "autocast": 2e-2, "bf16": 2e-2}
 AGAIN = "run python -m lockstep.reference after the training scripts, into a folder without older replays"
 
@@ -33,7 +33,7 @@ def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
     that cannot be compared, a step without reference, an incomplete yardstick, and damaged files.
     """
     _require_yardstick(reference, dumps)
-    # Nothing may depend on the order in which they are given
+    # The result must not depend on the order in which the dumps are given
     dumps = {name: dumps[name] for name in in_order(dumps)}
     baseline, precision = dumps[BASELINE], _precision(reference)
     for dump in dumps.values():
@@ -42,7 +42,7 @@ def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
     result = _begin(dumps, BASELINE, has_reference=True)
     for step in sorted(baseline.steps):
         references = {
-            name: _its_reference(reference, replays, dump, name, step) for name, dump in dumps.items()
+            name: _reference_of_step(reference, replays, dump, name, step) for name, dump in dumps.items()
         }
         for its_reference in references.values():
             require_its_batch(its_reference, step)
@@ -53,7 +53,7 @@ def compare_dumps(reference: Dump, dumps: Dumps, replays: Dumps) -> Result:
 
 
 def _require_yardstick(reference: Dump, dumps: Dumps) -> None:
-    """Raise UserError unless there are a reference and a whole dump of DDP."""
+    """Raise UserError unless `reference` is one, and DDP's dump is there, complete and not compiled."""
     if BASELINE not in dumps:
         raise UserError(
             "tolerances are multiples of DDP's error, so DDP's dump is needed; run train_ddp.py with --capture_dir and name its dump"
@@ -75,6 +75,7 @@ def _require_yardstick(reference: Dump, dumps: Dumps) -> None:
 
 
 def _precision(dump: Dump) -> str:
+    """Return the precision of a dump's run. Raises UserError if no tolerance is derived for it."""
     precision = dump.run["config"]["precision"]
     if precision not in JUDGED:
         raise UserError(f"no tolerance is derived for --precision {precision}; compare {' or '.join(JUDGED)}")
@@ -82,7 +83,7 @@ def _precision(dump: Dump) -> str:
 
 
 def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
-    """Nothing found yet, but the differences in configuration. All findings have the list of losses that the result has."""
+    """Return a result that has nothing yet but the differences in configuration. All its findings share its list of losses."""
     losses: list[scalars.Loss] = []
     runs = {
         name: Findings(name, dump, baseline, losses, configuration_differences(dumps[baseline], dump))
@@ -91,15 +92,17 @@ def _begin(dumps: Dumps, baseline: str, *, has_reference: bool) -> Result:
     return Result(runs, baseline, losses, has_reference)
 
 
-def _names(dump: Dump, step: int) -> list[str]:
-    """The tensors that a step must have, without those of the update, in order of execution."""
+def _before_update(dump: Dump, step: int) -> list[str]:
+    """Return the names of the tensors that a step must have, without those of the update, in order of execution."""
     return [name for name in dump.expected(step) if pass_of(name) != "update"]
 
 
-def _its_reference(reference: Dump, replays: Dumps, dump: Dump, name: str, step: int) -> Dump:
-    """The reference of a step: a replay that started from the parameters that this dump had reached, and made its choices.
+def _reference_of_step(reference: Dump, replays: Dumps, dump: Dump, name: str, step: int) -> Dump:
+    """Return the reference of one step of a dump: its replay, or `reference` if step 1 has none.
 
-    Step 1 has a replay only if the run chose other experts than the reference.
+    A replay started from the parameters that the dump had reached, and made its choices. Step 1 has one only if the run chose
+    other experts than the reference, or has other micro batches in a mixture, or an optimizer of the user's own. Raises UserError
+    for a later step without a replay, and for a replay of other parameters.
     """
     replay = replays.get(name)
     if replay is None or step not in replay.steps:
@@ -123,28 +126,29 @@ def _judge_step(
     precision: str,
     result: Result,
 ) -> None:
+    """Add the rows, norms and choices of one step to `result`. `references` are those of this step, by run."""
     ddp, runs = dumps[BASELINE], result.runs
-    found: dict[str, measuring.Found] = {run: {} for run in dumps}
-    for name, tensor in measuring.measured(_names(ddp, step), references, dumps, step).items():
-        if step == 1 and len(tensor.distances) == len(dumps):
-            result.pairs[name] = tensor
-        for run, distance in tensor.distances.items():
-            found[run][name] = distance
-    norms = {run: norm for run in dumps if (norm := scalars.norm_of(dumps[run], step, found[run]))}
+    distances: dict[str, measuring.Found] = {run: {} for run in dumps}
+    for name, measured in measuring.measured(_before_update(ddp, step), references, dumps, step).items():
+        if step == 1 and len(measured.distances) == len(dumps):
+            result.pairs[name] = measured
+        for run, distance in measured.distances.items():
+            distances[run][name] = distance
+    norms = {run: norm for run in dumps if (norm := scalars.norm_of(dumps[run], step, distances[run]))}
     for run, norm in norms.items():
-        gradients = (found[run][f"gradient/{name}"].norm for name in ddp.layout.model.trained)
-        require_norm(references[run], step, math.hypot(*gradients))
+        gradient_norms = (distances[run][f"gradient/{name}"].norm for name in ddp.layout.model.trained)
+        require_norm(references[run], step, math.hypot(*gradient_norms))
         norm.clip = measuring.fitting_clip(dumps[run], reference, norm)
         runs[run].norms.append(norm)
-    for run, updated in measuring.updates(reference, references, dumps, step, norms):
-        found[run] |= updated
-    yardstick = OfDDP(ddp, step, found[BASELINE], precision)
+    for run, of_update in measuring.updates(reference, references, dumps, step, norms):
+        distances[run] |= of_update
+    yardstick = OfDDP(ddp, step, distances[BASELINE], precision)
     for run, dump in dumps.items():
         lowered = bool(references[run].steps[step].get("lowered"))
         runs[run].rows += [
-            yardstick.judge(dump, name, found[run][name], lowered)
+            yardstick.judge(dump, name, distances[run][name], lowered)
             for name in ddp.expected(step)
-            if name in found[run]
+            if name in distances[run]
         ]
         runs[run].choices += scalars.choices(references[run], step, runs[run].rows_of(step))
 
@@ -155,8 +159,8 @@ def _verify_the_rest(reference: Dump) -> None:
         names = [name for name in reference.expected(step) if step > 1 or pass_of(name) == "update"]
         squares = dict(zip(names, measuring.verify([(reference, step, name) for name in names]), strict=True))
         if step > 1:
-            gradients = (square for name, square in squares.items() if name.startswith("gradient/"))
-            require_norm(reference, step, math.sqrt(sum(gradients)))
+            gradient_squares = (square for name, square in squares.items() if name.startswith("gradient/"))
+            require_norm(reference, step, math.sqrt(sum(gradient_squares)))
 
 
 def compare_two(one: Dump, other: Dump) -> Result:
@@ -172,34 +176,34 @@ def compare_two(one: Dump, other: Dump) -> Result:
     dumps = {str(one.folder): one, str(other.folder): other}
     result = _begin(dumps, str(other.folder), has_reference=False)
     result.losses += scalars.losses(other, dumps, 1, precision, {})
-    names = [name for name in _names(other, 1) if one.has(1, name) and other.has(1, name)]
+    names = [name for name in _before_update(other, 1) if one.has(1, name) and other.has(1, name)]
     result.pairs = measuring.measured(names, dict.fromkeys(dumps, other), dumps, 1)
-    sizes = {name: tensor.distances[result.baseline] for name, tensor in result.pairs.items()}
+    sizes = {name: measured.distances[result.baseline] for name, measured in result.pairs.items()}
     noise = noise_of(sizes, other.steps[1]["tensors"], precision)
     for folder, run in result.runs.items():
-        distances = {name: tensor.distances[folder] for name, tensor in result.pairs.items()}
+        distances = {name: measured.distances[folder] for name, measured in result.pairs.items()}
         for name, distance in distances.items():
-            run.rows.append(_judge_apart(name, distance, other, precision, noise))
+            run.rows.append(_judge_pair(name, distance, other, precision, noise))
         norm = scalars.norm_of(run.dump, 1, distances)
         run.norms += [norm] if norm else []
-    read = {(1, name) for name in names}
+    already_read = {(1, name) for name in names}
     measuring.verify(
         [
             (dump, step, name)
             for dump in dumps.values()
             for step, entry in dump.steps.items()
             for name in entry["tensors"]
-            if (step, name) not in read
+            if (step, name) not in already_read
         ]
     )
     return result
 
 
-def _judge_apart(name: str, distance: Distance, other: Dump, precision: str, noise: dict) -> Judgement:
-    """A row of the first step without a reference, from which each of two correct runs may be as far as DDP typically is."""
-    measure, least = distance.size.times(2 * TYPICAL[precision]), noise.get(name)
-    if least is not None and distance.norm <= least.norm:
-        # without a reference, noise cannot be told from zero
-        measure = measure.or_more(least)
+def _judge_pair(name: str, distance: Distance, other: Dump, precision: str, noise: dict) -> Judgement:
+    """Return a row of step 1 without a reference. Each of two correct runs may be as far from it as DDP typically is."""
+    yardstick, tensor_noise = distance.size.times(2 * TYPICAL[precision]), noise.get(name)
+    if tensor_noise is not None and distance.norm <= tensor_noise.norm:
+        # Without a reference, noise cannot be told from zero
+        yardstick = yardstick.or_more(tensor_noise)
     roundoff = ROUNDOFF[other.steps[1]["tensors"][name]["dtype"]]
-    return Judgement(1, name, distance, *tolerance(name, distance, measure, roundoff))
+    return Judgement(1, name, distance, *tolerance(name, distance, yardstick, roundoff))

@@ -1,4 +1,4 @@
-"""What a pass of the model over one micro batch gives, free or forced through the tensors that a run wrote."""
+"""The results of a pass over one micro batch: free, or forced, with a run's tensors in the places of the computed ones."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -17,37 +17,42 @@ class Term:
     """A further scalar that the model returns, such as a router's balance loss."""
 
     value: float
-    coefficient: float  # in the model's loss; 0 if it does not count there
+    coefficient: float  # its factor in the model's loss; 0 if it does not count there
     gradients: Gradients  # of the term itself
-    number: float = 1.0  # what the loss is a sum over, where that is said: so is the term
-    beside: float = 0.0  # what arrived at it from beside the model's loss
+    # How many elements the loss is a sum over, where its function says so. The term is a sum over as many.
+    number: float = 1.0
+    # The gradient that arrived at the term in the run, but not by way of the model's loss
+    beside: float = 0.0
 
 
 @dataclass
 class Computed:
-    """What a micro batch gives."""
+    """The results of one micro batch."""
 
     gradients: Gradients  # of its loss
-    # None where no labels reach the model: the gradients then follow from the recorded one at the logits
+    # None where no labels reach the model: the gradients then follow from the recorded gradient at the logits
     loss: float | None
-    # At the loss, in the run: what the loop multiplied it with; nan where the loop trained on a part of it
+    # The gradient that arrived at the loss in the run: the factor that the loop multiplied it with; NaN where the loop trained
+    # on a part of the loss
     arrived: float
     terms: dict[str, Term]
     # forward/MICRO_BATCH/MODULE and backward/..., in order of execution
     modules: MutableMapping[str, torch.Tensor]
-    told: dict[str, Taken]  # by the name of the output that has it
-    mean: Mean = field(default_factory=Mean)  # known in a free pass in float64 alone
-    # In free passes:
-    # Of `modules`, which take the most memory and are dropped
+    told: dict[str, Taken]  # choices that the model was told, by the output that has them
+    # What the loss is a mean over: known only in a free pass in float64
+    mean: Mean = field(default_factory=Mean)
+    # The following fields are those of free passes.
+    # The shapes of `modules`, which take the most memory and are dropped
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     logits: torch.Tensor | None = None
     at_logits: torch.Tensor | None = None  # the gradient of the loss there
 
 
 class Passes:
-    """Of passes over micro batches, keeps what modules give and what arrives there; `written` takes the place of the same, each in its shape.
+    """Keeps the outputs of modules, and the gradients that arrive there, in passes over micro batches.
 
-    Gradients still pass. Names begin with forward/ or backward/.
+    A tensor of `written` takes the place of the computed one that has its name and shape. Gradients still pass through it. Names
+    begin with forward/ or backward/.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -59,20 +64,21 @@ class Passes:
         self.modules[name] = tensor.detach().clone()
 
     def instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        found = self.written.get(name)
-        if found is None or found.shape != tensor.shape or not tensor.is_floating_point():
+        """Return the tensor that takes the place of the computed one; None if there is none."""
+        written = self.written.get(name)
+        if written is None or written.shape != tensor.shape or not tensor.is_floating_point():
             return None
-        return _like(tensor, found) if name.startswith("backward/") else _Instead.apply(tensor, found)
+        return _like(tensor, written) if name.startswith("backward/") else _Replace.apply(tensor, written)
 
 
-class _Instead(torch.autograd.Function):
-    """A tensor in the place of one that is computed: what arrives there passes on to that one."""
+class _Replace(torch.autograd.Function):
+    """Puts a tensor in the place of a computed one. The gradient that arrives at it passes on to the computed one."""
 
     @staticmethod
     def forward(_context: Any, tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """In the yardstick, a lower dtype of the run's is kept: what follows rounds as it did there."""
-        lower = found.dtype.itemsize < tensor.dtype.itemsize and tensor.dtype is not torch.float64
-        return _like(tensor.to(found.dtype) if lower else tensor, found)
+        """Return `found`. The yardstick keeps its dtype if that is lower, so that what follows rounds as in the run."""
+        is_lower = found.dtype.itemsize < tensor.dtype.itemsize and tensor.dtype is not torch.float64
+        return _like(tensor.to(found.dtype) if is_lower else tensor, found)
 
     @staticmethod
     def backward(_context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -80,10 +86,10 @@ class _Instead(torch.autograd.Function):
 
     @staticmethod
     def jvp(_context: Any, tangent: torch.Tensor, _found: None) -> torch.Tensor:
-        """Of a model that differentiates forward, such as an energy's."""
+        """Return the tangent. A model may use forward-mode differentiation, such as one of an energy."""
         return tangent.clone()
 
 
-def _like(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The same numbers as in `found`, in the other's dtype and order in memory."""
-    return torch.empty_like(tensor).copy_(found)
+def _like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the values of `source` in the dtype and memory format of `tensor`."""
+    return torch.empty_like(tensor).copy_(source)

@@ -18,13 +18,13 @@ from lockstep.plan.config import BETAS
 from lockstep.recorder.optimizers import clip_by
 from lockstep.training.optim import decays, direction
 
-# elements: all blocks of a comparison stay in the cache, BLAS starts no threads for so few, and memory for them is not asked of the system.
-# torch's dot starts threads for as few, and they wait for each other where other processes have the cores.
+# Elements of a block. All blocks of a comparison stay in the cache, BLAS starts no threads for so few elements, and their memory
+# is not asked of the system. torch's dot starts threads even then, which wait for each other where other processes have the cores.
 BLOCK = 1 << 13
 
 
 class Size(NamedTuple):
-    """How large a tensor is, or an error."""
+    """The size of a tensor, or of an error."""
 
     norm: float  # 2-norm
     largest: float  # of one element
@@ -36,7 +36,7 @@ class Size(NamedTuple):
         return Size(self.norm + other.norm, self.largest + other.largest)
 
     def or_more(self, other: "Size") -> "Size":
-        """The larger of the two, in both."""
+        """Return the larger of the two norms, and the larger of the two largest elements."""
         return Size(max(self.norm, other.norm), max(self.largest, other.largest))
 
 
@@ -51,12 +51,12 @@ class Distance:
     own_norm: float  # 2-norm of the dump's tensor
     change: float  # 2-norm of what the tensor should show: itself; of a parameter, its last update
     largest_change: float
-    # <own, reference> / <reference, reference> of what it should show: 1 if it is right; NaN if that is zero
+    # <own, reference> / <reference, reference> of what the tensor should show: 1 if it is right; NaN if that is zero
     scale: float
-    # Where terms of a sum all but cancel, rounding errors are of the size of these: of a gradient, the largest micro batch's; of a first moment,
-    # what it keeps of the one before; of a parameter, what that gives to its change.
+    # The size of the terms of a sum. Where these all but cancel, rounding errors are of their size. Of a gradient, it is that of
+    # the largest micro batch's; of a first moment, what it keeps of the one before; of a parameter, what that gives to its change.
     terms: Size = Size(0.0, 0.0)
-    # Of the batch, whose numbers are equal or not: how many are not, and where first
+    # For the batch, whose numbers are equal or not: how many are not equal, and where first
     unequal: str = ""
 
     @property
@@ -87,21 +87,22 @@ class Distance:
 
 
 def relative(error: float, size: float) -> float:
+    """Return error / size; 0 without an error, infinity if only the size is 0."""
     if error == 0:
         return 0.0
     return error / size if size > 0 else math.inf
 
 
 class _Sums:
-    """Running 2-norm and maximum of one tensor, in float64; infinite once anything is not finite."""
+    """The running 2-norm and largest element of one tensor, in float64; infinite once anything is not finite."""
 
     def __init__(self) -> None:
         self.square, self.largest = 0.0, 0.0
 
     def add(self, values: np.ndarray) -> None:
         self.square += float(np.dot(values, values))
-        # a tensor may have no elements
-        most, least = (float(of.reduce(values, initial=0.0)) for of in (np.maximum, np.minimum))
+        # A tensor may have no elements
+        most, least = (float(ufunc.reduce(values, initial=0.0)) for ufunc in (np.maximum, np.minimum))
         self.largest = max(self.largest, most, -least)
 
     def result(self) -> Size:
@@ -122,7 +123,7 @@ class _Comparison:
         self.terms = _Sums()
 
     def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray | None = None) -> None:
-        """A block of both; `change` is what the tensor should show, if that is not itself."""
+        """Add a block of both tensors. `change` is what the tensor should show, if that is not itself."""
         error = values - exact
         self.error.add(error)
         self.error_along += float(np.dot(error, exact if change is None else change))
@@ -134,15 +135,15 @@ class _Comparison:
             self.change.add(change)
 
     def distance(self) -> Distance:
-        own = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
+        own_norm = math.sqrt(self.own_square) if math.isfinite(self.own_square) else math.inf
         change = self.change or self.wanted
         scale = 1 + self.error_along / change.square if 0 < change.square < math.inf else math.nan
         error, size, shown = self.error.result(), self.wanted.result(), change.result()
-        return Distance(*error, *size, own, *shown, scale, self.terms.result())
+        return Distance(*error, *size, own_norm, *shown, scale, self.terms.result())
 
 
 def _blocks(sources: list[tuple[Dump, int, str]]) -> Iterator[list[np.ndarray]]:
-    """The float64 blocks of several tensors of one size, side by side."""
+    """Yield the float64 blocks of several tensors of one size, side by side."""
     readers = (dump.blocks(step, name, BLOCK) for dump, step, name in sources)
     for blocks in zip(*readers, strict=True):
         yield [block.to(torch.float64, copy=True).numpy() for block in blocks]
@@ -157,12 +158,12 @@ class Measured:
     last_two_identical: bool  # the same values, bit for bit, whatever their dtypes
 
 
-# what is not finite is counted as infinitely far, and said once
+# A value that is not finite counts as infinitely far. That is reported once, without the warnings of numpy.
 QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 def distance_of(own: torch.Tensor, reference: torch.Tensor) -> Distance:
-    """Of two tensors in memory, of one shape and not empty."""
+    """Return the distance of a tensor from its reference. Both are in memory, of one shape and not empty."""
     return distances_of([own], reference)[0]
 
 
@@ -170,26 +171,29 @@ def distance_of(own: torch.Tensor, reference: torch.Tensor) -> Distance:
 def distances_of(
     tensors: Sequence[torch.Tensor], reference: torch.Tensor, before: torch.Tensor | None = None
 ) -> list[Distance]:
-    """The same of several tensors, in one pass over the reference. With `before`, they should show a change from it."""
+    """Return the distances of several tensors from one reference, in one pass over it.
+
+    With `before`, what the tensors should show is the change from `before` to the reference.
+    """
     wanted = _Sums()
-    found = [_Comparison(wanted) for _ in tensors]
+    comparisons = [_Comparison(wanted) for _ in tensors]
     sources = [reference, *([] if before is None else [before]), *tensors]
-    for blocks in zip(*(one.detach().reshape(-1).split(BLOCK) for one in sources), strict=True):
+    for blocks in zip(*(tensor.detach().reshape(-1).split(BLOCK) for tensor in sources), strict=True):
         exact, *others = (block.double().numpy() for block in blocks)
         change = None if before is None else exact - others.pop(0)
         wanted.add(exact)
-        for comparison, values in zip(found, others, strict=True):
+        for comparison, values in zip(comparisons, others, strict=True):
             comparison.add(values, exact, change)
-    return [one.distance() for one in found]
+    return [comparison.distance() for comparison in comparisons]
 
 
 @QUIET
 def size_of(tensor: torch.Tensor) -> Size:
-    """Of a tensor in memory, which may have no elements."""
-    found = _Sums()
+    """Return the size of a tensor in memory, which may have no elements."""
+    sums = _Sums()
     for block in tensor.detach().flatten().split(BLOCK):
-        found.add(block.double().numpy())
-    return found.result()
+        sums.add(block.double().numpy())
+    return sums.result()
 
 
 def distance_of_numbers(own: float, reference: float) -> Distance:
@@ -198,126 +202,137 @@ def distance_of_numbers(own: float, reference: float) -> Distance:
 
 @QUIET
 def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
-    """One tensor of every dump that has it against the reference of its run, often one for all, reading each file once."""
+    """Compare one tensor of every dump that has it with the reference of its run. Each file is read once.
+
+    Several runs may share one reference.
+    """
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
     distinct = list(dict.fromkeys(references[run] for run in dumps))
-    wanted, same = [_Sums() for _ in distinct], True
-    places = [distinct.index(references[run]) for run in dumps]
-    found, apart = [_Comparison(wanted[place]) for place in places], [_Sums() for _ in dumps]
+    exact_sums, is_same = [_Sums() for _ in distinct], True
+    indices = [distinct.index(references[run]) for run in dumps]
+    comparisons, from_first = [_Comparison(exact_sums[index]) for index in indices], [_Sums() for _ in dumps]
     for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps.values()]]):
         exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
-        for sums, block in zip(wanted, exact, strict=True):
+        for sums, block in zip(exact_sums, exact, strict=True):
             sums.add(block)
         for index, own in enumerate(values):
-            found[index].add(own, exact[places[index]])
+            comparisons[index].add(own, exact[indices[index]])
             if index:
-                apart[index].add(own - values[0])
-        if same and len(values) > 1:
-            same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
-    distances = dict(zip(dumps, (each.distance() for each in found), strict=True))
+                from_first[index].add(own - values[0])
+        if is_same and len(values) > 1:
+            is_same = np.array_equal(values[-1].view(np.uint64), values[-2].view(np.uint64))
+    distances = dict(zip(dumps, (comparison.distance() for comparison in comparisons), strict=True))
     if name.startswith("batch/"):
         for run, distance in distances.items():
             distance.unequal = _unequal(dumps[run].tensor(step, name), references[run].tensor(step, name))
-    return Measured(distances, dict(zip(dumps, (each.result() for each in apart), strict=True)), same)
+    return Measured(distances, dict(zip(dumps, (sums.result() for sums in from_first), strict=True)), is_same)
 
 
 def _unequal(own: torch.Tensor, reference: torch.Tensor) -> str:
+    """Return how many elements are not equal, and where first, in words; "" if all are equal."""
     places = (own != reference).nonzero().tolist()
     if not places:
         return ""
     first = tuple(places[0])
-    said = f"{own[first].item()}, not {reference[first].item()}"
-    return f"{len(places)} of {own.numel()} {'is' if len(places) == 1 else 'are'} not what was to be fed, first at {[*first]}: {said}"
+    difference = f"{own[first].item()}, not {reference[first].item()}"
+    return f"{len(places)} of {own.numel()} {'is' if len(places) == 1 else 'are'} not what was to be fed, first at {[*first]}: {difference}"
 
 
 @QUIET
 def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: str) -> dict[str, Distance]:
-    """What the optimizer made of this run's own gradient, moments and weights, against the same update in float64.
+    """Compare the update of one parameter with the same update in float64, from this run's own gradient, moments and weights.
 
-    `initial` holds the weights before step 1; `clip` is what the gradients were multiplied with. Returns a distance
+    `initial` holds the weights before step 1; `clip` is the factor that the gradients were clipped by. Returns a distance
     for "parameter", and with AdamW for "exp_avg" and "exp_avg_sq" (Loshchilov and Hutter 2019, arXiv 1711.05101):
 
         m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    p = p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     """
     options = dump.run["config"]
-    adamw, rate = options["optimizer"] == "adamw", rates.rate_of(options, step, dump.run["num_steps"])
+    is_adamw, rate = options["optimizer"] == "adamw", rates.rate_of(options, step, dump.run["num_steps"])
     shape = dump.steps[step]["tensors"][f"parameter/{name}"]["shape"]
     decay = options["weight_decay"] if decays(len(shape)) else 0.0
-    kinds = ["exp_avg", "exp_avg_sq", "parameter"] if adamw else ["parameter"]
+    kinds = ["exp_avg", "exp_avg_sq", "parameter"] if is_adamw else ["parameter"]
     before = initial if step == 1 else dump
     sources = [(dump, step, f"gradient/{name}"), (before, step - 1, f"parameter/{name}")]
     sources += [(dump, step, f"{kind}/{name}") for kind in kinds]
-    if adamw and step > 1:
+    if is_adamw and step > 1:
         sources += [(dump, step - 1, f"{kind}/{name}") for kind in kinds[:2]]
-    found = {kind: _Comparison() for kind in kinds}
+    comparisons = {kind: _Comparison() for kind in kinds}
     b1, b2 = BETAS
     for gradient, old, *rest in _blocks(sources):
         gradient *= clip
-        own, moments = rest[: len(kinds)], rest[len(kinds) :]
+        own_blocks, moments = rest[: len(kinds)], rest[len(kinds) :]
         exact, change = [], gradient
-        if adamw:
+        if is_adamw:
             m, v = gradient * (1 - b1), np.square(gradient) * (1 - b2)
             if moments:
                 kept = moments[0] * b1
                 m, v = m + kept, v + moments[1] * b2
-                found["exp_avg"].terms.add(kept)
-                found["parameter"].terms.add(rate * direction(kept, v, step))
+                comparisons["exp_avg"].terms.add(kept)
+                comparisons["parameter"].terms.add(rate * direction(kept, v, step))
             exact, change = [m, v], direction(m, v, step)
         change = change * -rate - old * (rate * decay)
-        for kind, values, right in zip(kinds, own, [*exact, change + old], strict=True):
-            found[kind].add(values, right, change if kind == "parameter" else None)
-    return {kind: comparison.distance() for kind, comparison in found.items()}
+        for kind, values, exact_values in zip(kinds, own_blocks, [*exact, change + old], strict=True):
+            comparisons[kind].add(values, exact_values, change if kind == "parameter" else None)
+    return {kind: comparison.distance() for kind, comparison in comparisons.items()}
 
 
 @QUIET
 def own_update_distances(
     dump: Dump, replay: Dump, initial: Dump, step: int, name: str
 ) -> dict[str, Distance]:
-    """A parameter and what an optimizer of the user's own keeps of it, after a step, against the replay's, which stepped from the same."""
-    found = {
+    """Compare a parameter and its state in an optimizer of the user's own, after a step, with those of the replay.
+
+    The replay stepped from the same weights, gradients and state.
+    """
+    distances = {
         kind: tensor_distances({"": replay}, {"": dump}, step, f"{kind}/{name}").distances[""]
         for kind, shapes in dump.layout.state.items()
         if name in shapes
     }
     before = initial if step == 1 else dump
-    own, key = _Comparison(), f"parameter/{name}"
+    comparison, key = _Comparison(), f"parameter/{name}"
     for old, exact, values in _blocks([(before, step - 1, key), (replay, step, key), (dump, step, key)]):
-        own.add(values, exact, exact - old)
-    return {**found, "parameter": own.distance()}
+        comparison.add(values, exact, exact - old)
+    return {**distances, "parameter": comparison.distance()}
 
 
 @QUIET
 def frozen_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
-    """A parameter that is not trained, after a step, against what it was before the first."""
-    found = _Comparison()
-    for first, now in _blocks([(initial, 0, f"parameter/{name}"), (dump, step, f"parameter/{name}")]):
-        found.add(now, first)
-    return found.distance()
+    """Compare a parameter that is not trained, after a step, with what it was before the first step."""
+    comparison = _Comparison()
+    for before, after in _blocks([(initial, 0, f"parameter/{name}"), (dump, step, f"parameter/{name}")]):
+        comparison.add(after, before)
+    return comparison.distance()
 
 
 @QUIET
 def average_distance(dump: Dump, initial: Dump, step: int, name: str) -> Distance:
-    """The average of this run's own weights (--ema_decay d) against d average + (1 - d) weights in float64, from its own average before.
+    """Compare the average of this run's weights (--ema_decay d) with d average + (1 - d) weights in float64.
 
-    `initial` holds the weights before step 1, with which the average begins.
+    Both averages follow from the run's own average before the step. `initial` holds the weights before step 1, with which the
+    average begins.
     """
     decay = dump.run["config"]["ema_decay"]
     before = (initial, 0, f"parameter/{name}") if step == 1 else (dump, step - 1, f"average/{name}")
-    found = _Comparison()
-    for old, new, own in _blocks(
+    comparison = _Comparison()
+    for average, weight, own_average in _blocks(
         [before, (dump, step, f"parameter/{name}"), (dump, step, f"average/{name}")]
     ):
-        found.add(own, old * decay + new * (1 - decay))
-    return found.distance()
+        comparison.add(own_average, average * decay + weight * (1 - decay))
+    return comparison.distance()
 
 
 def clip_factor(options: dict, grad_norm: float) -> float:
-    """What --max_grad_norm multiplies the gradients with; 0 does not clip."""
+    """Return the factor by which --max_grad_norm multiplies the gradients. A bound of 0 does not clip."""
     return clip_factors(options, grad_norm)[0]
 
 
 def clip_factors(options: dict, grad_norm: float) -> list[float]:
-    """The factors that are in use: torch's, and bound / norm, without the 1e-6 that keeps torch from dividing by zero."""
+    """Return the clipping factors that libraries use: torch's, and bound / norm.
+
+    The second one is without the 1e-6 that keeps torch from dividing by zero.
+    """
     bound = options["max_grad_norm"]
     if not 0 < bound < grad_norm + 1e-6:
         return [1.0]

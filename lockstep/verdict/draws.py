@@ -3,7 +3,7 @@
 On CPUs, a pass that begins with the state that torch's generator had in the run draws the same numbers, in the same dtypes. What dropout
 leaves out follows from the state alone. But what functions such as `torch.randn` draw from it depends on the dtype that they draw in.
 
-Of a run on another device, the recording has which elements each call of dropout kept.
+Of a run on another device, the recording says which elements each call of dropout kept.
 """
 
 import inspect
@@ -21,18 +21,18 @@ from lockstep.recorder.called import Called
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}
-# These draw inside, where no mode sees it.
+# These draw inside, where no mode sees it
 HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "rrelu", "rrelu_"}
 LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
 ATTENTION = {"scaled_dot_product_attention"}
 OTHER_DROPOUT = {"alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"}
-RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # between layers
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # with dropout between layers
 Keep = Callable[[int, torch.Size], torch.Tensor | None]
 INSTEAD = "record a run without dropout and other random numbers in the model"
 
 
-# Of torch, but written in Python: a mode sees it, and with this, what it calls
+# torch's function is written in Python, and a mode sees it as a whole. Of this copy, the mode sees the calls inside.
 GUMBEL_SOFTMAX = FunctionType(
     F.gumbel_softmax.__code__,
     F.gumbel_softmax.__globals__ | {"has_torch_function_unary": lambda _: False},
@@ -40,7 +40,7 @@ GUMBEL_SOFTMAX = FunctionType(
 )
 
 
-# Likewise, where it is asked what dropout kept inside of it
+# Likewise, where the mode must give the dropout inside what it kept in the run
 ATTENTION_OF_HEADS = FunctionType(
     F.multi_head_attention_forward.__code__,
     F.multi_head_attention_forward.__globals__ | {"has_torch_function": lambda _: False},
@@ -63,46 +63,52 @@ def other_dropouts(own: int, recorded: int) -> UserError:
 
 
 def dropped(keep: Keep, call: int, args: Given, kwargs: Named) -> torch.Tensor | None:
-    """What the `call`-th call of dropout returns, given what it kept in the run; None if it drops nothing. Raises UserError if that is not known."""
-    given = inspect.signature(F.dropout).bind(*args, **kwargs)
-    given.apply_defaults()
-    tensor, p, training, inplace = given.arguments.values()
+    """Return the result of one call of dropout, given what it kept in the run; None if it drops nothing.
+
+    `call` is its number, from 0. Raises UserError if it is not known what the call kept.
+    """
+    bound = inspect.signature(F.dropout).bind(*args, **kwargs)
+    bound.apply_defaults()
+    tensor, p, training, inplace = bound.arguments.values()
     if not training or p == 0:
         return None
     kept = keep(call, tensor.shape)
     if kept is None:
         raise dropout_is_active(p, f"call {call + 1} of dropout")
-    # A GPU multiplies in float32, and rounds once.
+    # A GPU multiplies in float32, and rounds once
     wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    found = (wide * kept / (1 - p if p < 1 else 1)).to(tensor.dtype)
-    return tensor.copy_(found) if inplace else found
+    result = (wide * kept / (1 - p if p < 1 else 1)).to(tensor.dtype)
+    return tensor.copy_(result) if inplace else result
 
 
 def require_no_dropout(function: Function, args: Given, kwargs: Named) -> None:
-    """Raise UserError for a function that drops elements inside, as other devices do otherwise."""
+    """Raise UserError for a function with active dropout inside: another device drops other elements."""
     name, p = getattr(function, "__name__", ""), 0.0
     if name in ATTENTION:
-        given = [*args[4:5], *(one for key, one in kwargs.items() if key == "dropout_p"), 0.0]
-        p = given[0]
+        values = [*args[4:5], *(value for key, value in kwargs.items() if key == "dropout_p"), 0.0]
+        p = values[0]
     elif name in OTHER_DROPOUT and isinstance(function, FunctionType):
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
         p = bound.arguments["p"] if bound.arguments["training"] else 0.0
     elif name in RECURRENT:
-        place = next(place for place, one in enumerate(args) if isinstance(one, float))
-        layers, p, training = args[place - 1 : place + 2]
-        p = p if training and layers > 1 else 0.0
+        index = next(index for index, arg in enumerate(args) if isinstance(arg, float))
+        num_layers, p, training = args[index - 1 : index + 2]
+        p = p if training and num_layers > 1 else 0.0
     if p > 0:
         raise dropout_is_active(p, name)
 
 
 def is_drawing(function: Function) -> bool:
-    """Whether what a function of torch draws depends on the dtype."""
+    """Whether a function of torch draws random numbers that depend on the dtype."""
     return getattr(function, "__name__", "") in DRAWING
 
 
 def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named) -> Any:
-    """What a function that draws returns in this dtype, as float64. Raises UserError for one that cannot be told the dtype."""
+    """Return what a drawing function returns in this dtype, as float64.
+
+    Raises UserError for a function that cannot be told the dtype.
+    """
     if function.__name__ in HIDDEN:
         raise UserError(
             f"the model calls {function.__name__}, and the reference would draw other random numbers; {INSTEAD}"
@@ -113,14 +119,14 @@ def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named)
             return leaf.detach().to(dtype)
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
-    given, named = tree_map(narrow, (args, kwargs))
-    if function.__name__ in FACTORIES and named.get("dtype") is None:
-        named["dtype"] = dtype
-    found = function(*given, **named)
+    narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
+    if function.__name__ in FACTORIES and narrow_kwargs.get("dtype") is None:
+        narrow_kwargs["dtype"] = dtype
+    drawn = function(*narrow_args, **narrow_kwargs)
     if function.__name__ in IN_PLACE:
         with torch.no_grad():
-            return (*args, *kwargs.values())[0].copy_(found)
-    return found.double() if found.is_floating_point() else found
+            return (*args, *kwargs.values())[0].copy_(drawn)
+    return drawn.double() if drawn.is_floating_point() else drawn
 
 
 def require_known(called: Called, data_parallel: list[int], dtypes: set[torch.dtype]) -> None:
@@ -130,14 +136,14 @@ def require_known(called: Called, data_parallel: list[int], dtypes: set[torch.dt
     """
     if called.random is None:
         return
-    why = ""
+    reason = ""
     if called.about.compiled:
-        why = "by code that torch.compile made"
+        reason = "by code that torch.compile made"
     elif called.piece is not None or not {*called.ranks[1:]} <= {*data_parallel}:
-        why = "by each of several ranks that have parts of its samples or of the model"
+        reason = "by each of several ranks that have parts of its samples or of the model"
     elif torch.float64 in dtypes:
-        why = "in float64"
-    if why:
+        reason = "in float64"
+    if reason:
         raise UserError(
-            f"random numbers were drawn in the forward pass over micro batch {called.number} {why}, and the reference would draw others; {INSTEAD}"
+            f"random numbers were drawn in the forward pass over micro batch {called.number} {reason}, and the reference would draw others; {INSTEAD}"
         )

@@ -28,8 +28,8 @@ from lockstep.verdict.draws import drawn_in, is_drawing
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
-Place = tuple[CodeType, int, int]  # in code, and the number of the time
-# Modules that are not the model's code: of the mode itself, and packages whose own code must know the real dtype
+Place = tuple[CodeType, int, int]  # code, an instruction in it, and how many times it was there
+# Modules that are not the model's code: those of the mode itself, and packages whose own code must know the real dtype
 OF_MODES = (__name__, CountsTopk.__module__)
 OF_US = ("torch", __name__.partition(".")[0])
 GROUPS = " (groups)"  # after the name of a choice of experts
@@ -51,28 +51,31 @@ class Entropy(NamedTuple):
 
     @classmethod
     def of(cls, *arguments: Any, **named: Any) -> "Entropy":
-        """Of its arguments."""
-        given = inspect.signature(F.cross_entropy).bind(*arguments, **named)
-        given.apply_defaults()
-        logits, targets = given.arguments["input"], given.arguments["target"]
-        batch = logits.detach() if logits.ndim > 1 else logits.detach()[None]
-        rows = batch.movedim(1, -1).flatten(0, -2)
+        """Return the call with these arguments."""
+        bound = inspect.signature(F.cross_entropy).bind(*arguments, **named)
+        bound.apply_defaults()
+        logits, targets = bound.arguments["input"], bound.arguments["target"]
+        batched = logits.detach() if logits.ndim > 1 else logits.detach()[None]
+        rows = batched.movedim(1, -1).flatten(0, -2)
         if targets.is_floating_point():
-            return cls(rows, targets.new_empty(0, dtype=torch.long))  # probabilities
+            # Targets are probabilities, not classes
+            return cls(rows, targets.new_empty(0, dtype=torch.long))
         return cls(
-            rows, targets.flatten().masked_fill(targets.flatten() == given.arguments["ignore_index"], -1)
+            rows, targets.flatten().masked_fill(targets.flatten() == bound.arguments["ignore_index"], -1)
         )
 
 
 class Told(CountsTopk):
-    """A pass of a reference, on the CPU whatever device the model's code names. Lets `torch.topk` return what it is told, by the number of the call.
+    """A pass of a reference in which `torch.topk` returns the `choices` that it is told, by the number of the call.
 
-    A router may choose groups of experts in the call before. It is then told those of the experts; `widths` are the numbers of scores that
-    experts are chosen from, by the call, by which this is seen.
+    It computes on the CPU, whatever device the model's code names.
 
-    `own` are the indices of the calls that were not told. `regrets` has, for each that was, by how much the least chosen score is below the
-    greatest that was not chosen, for every row; at most 0 where the choice is the mode's own, and infinite where topk could not make it:
-    one index twice, or out of range. `scores` are those that it was chosen by.
+    A router may choose groups of experts in the call before. It is then told the groups of the experts. `widths` show that there
+    is such a call: the numbers of scores that experts are chosen from, by the number of the call.
+
+    `own` has the indices that calls without a told choice returned. `regrets` has, for each told call and every row, by how much
+    the least chosen score is below the greatest that was not chosen. It is at most 0 where the choice is the mode's own, and
+    infinite where topk could not make it: one index twice, or out of range. `scores` has what each told call chose from.
     """
 
     def __init__(self, choices: dict[int, torch.Tensor] | None = None, widths: dict[int, int] | None = None):
@@ -81,14 +84,15 @@ class Told(CountsTopk):
         self.own: dict[int, torch.Tensor] = {}
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
-        self.draws = 0  # random numbers: calls of functions that draw
-        # Of a run on a device that draws other random numbers: which elements a call of dropout kept, by its number
+        self.draws = 0  # calls of functions that draw random numbers
+        # For a run on a device that draws other random numbers: which elements a call of dropout kept, by its number
         self.kept_of: draws.Keep | None = None
         self.dropouts = 0  # such calls
-        # Where somebody asks for it: by the number of a call that draws, and by the place of code that reads a tensor's dtype
+        # If asked for: the dtypes of calls that draw, by their number, and the dtypes that the model's code reads of tensors, by
+        # the place in the code
         self.dtypes: dict[int | Place, torch.dtype] | None = None
         self.reads = Counter[tuple[CodeType, int]]()
-        # Calls of cross_entropy, where somebody asks for them
+        # If asked for: the calls of cross_entropy
         self.entropies: list[Entropy] | None = None
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
@@ -108,13 +112,14 @@ class Told(CountsTopk):
                 return function(*args, **kwargs) if result is None else result
         if function in (F.cross_entropy, F.nll_loss) and self.entropies is not None:
             self.entropies.append(Entropy.of(*args, **kwargs))
-        inside: dict[Function, Function] = {F.gumbel_softmax: draws.GUMBEL_SOFTMAX}
+        replacements: dict[Function, Function] = {F.gumbel_softmax: draws.GUMBEL_SOFTMAX}
         if self.kept_of is not None:
-            inside[F.multi_head_attention_forward] = draws.ATTENTION_OF_HEADS
-        if function in inside:
-            TorchFunctionMode.__enter__(self)  # what it calls is seen, too
+            replacements[F.multi_head_attention_forward] = draws.ATTENTION_OF_HEADS
+        if function in replacements:
+            # The mode sees the calls inside, too
+            TorchFunctionMode.__enter__(self)
             try:
-                return inside[function](*args, **kwargs)
+                return replacements[function](*args, **kwargs)
             finally:
                 TorchFunctionMode.__exit__(self, None, None, None)
         if not is_drawing(function):
@@ -123,14 +128,17 @@ class Told(CountsTopk):
         return self.draw(self.draws - 1, function, args, kwargs)
 
     def read_dtype(self, found: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor that the model's code reads."""
+        """Return the dtype that the model's code reads of a tensor, which has the dtype `found`."""
         place = self._place()
         if self.dtypes is not None and place is not None:
             self.dtypes[place] = found
         return found
 
     def _place(self) -> Place | None:
-        """Where the code is that has called a function, and how often it was there before; None if it is torch's, or Lockstep's, which must know."""
+        """Return the place of the code that called a function, and how many times it was there.
+
+        None for code of torch or Lockstep, which must know the real dtype.
+        """
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") in OF_MODES and frame.f_back is not None:
             frame = frame.f_back
@@ -140,35 +148,41 @@ class Told(CountsTopk):
         return frame.f_code, frame.f_lasti, self.reads[frame.f_code, frame.f_lasti]
 
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
-        """What a function that draws random numbers returns."""
+        """Return what a function that draws random numbers returns. `number` is that of the call."""
         result = function(*args, **kwargs)
         if self.dtypes is not None:
-            tensors = [one for one in (result, *args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            self.dtypes[number] = next(one.dtype for one in tensors if one.is_floating_point())
+            tensors = [leaf for leaf in (result, *args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+            self.dtypes[number] = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
         return result
 
     def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
-        """The indices of the groups that the experts of the next call are in, then those of the best other groups; None if it has none."""
-        experts, width, groups = (
+        """Return the indices of the groups of the next call's experts, then those of the best other groups.
+
+        None if this call chooses no groups, or the next one is not told its experts.
+        """
+        experts, width, num_groups = (
             self.choices.get(number + 1),
             self.widths.get(number + 1, 0),
             scores.shape[-1],
         )
-        if experts is None or width <= groups or width % groups:
+        if experts is None or width <= num_groups or width % num_groups:
             return None
-        taken = experts.reshape(*scores.shape[:-1], -1) // (width // groups)
-        first = torch.zeros_like(scores).scatter(-1, taken.clamp(0, groups - 1), torch.inf)
-        return torch.topk(scores + first, result.indices.shape[-1]).indices
+        told_groups = experts.reshape(*scores.shape[:-1], -1) // (width // num_groups)
+        priority = torch.zeros_like(scores).scatter(-1, told_groups.clamp(0, num_groups - 1), torch.inf)
+        return torch.topk(scores + priority, result.indices.shape[-1]).indices
 
     def taken(self, names: dict[int, str]) -> dict[str, Taken]:
-        """The choices that were told, by the `names` of those of experts; that of their groups has GROUPS after it."""
+        """Return the choices that were told, by name.
+
+        `names` are those of the choices of experts, by the number of the call. The choice of their groups has GROUPS after the name.
+        """
         return {
             names.get(number) or names[number + 1] + GROUPS: Taken(float(regret.max()), self.scores[number])
             for number, regret in self.regrets.items()
         }
 
     def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
-        """What topk along the last dim would return if it chose as it is told."""
+        """Return what topk along the last dim would return if it chose as it is told."""
         told = self.choices.get(number)
         if told is None:
             told = self._groups(number, scores, result)
@@ -180,18 +194,21 @@ class Told(CountsTopk):
         values = scores.gather(-1, indices)
         with torch.no_grad():
             self.scores[number] = scores.detach()
-            others = scores.scatter(-1, indices, -torch.inf).amax(-1)
-            in_order = told.sort(-1).values
-            impossible = (told != indices).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
-            self.regrets[number] = (others - values.amin(-1)).masked_fill(impossible, torch.inf)
+            best_other = scores.scatter(-1, indices, -torch.inf).amax(-1)
+            sorted_told = told.sort(-1).values
+            is_impossible = (told != indices).any(-1) | (sorted_told[..., 1:] == sorted_told[..., :-1]).any(
+                -1
+            )
+            self.regrets[number] = (best_other - values.amin(-1)).masked_fill(is_impossible, torch.inf)
         return torch.return_types.topk((values, indices))
 
 
 class Float64(Told):
     """Inside, torch.float32, bfloat16 and float16 mean torch.float64.
 
-    `dtypes` are those that the run drew random numbers in, float32 if it is not there, and that its code found tensors in, which it may
-    require or branch on. Without `dtypes`, all are float64. `lowered` tells whether something asked for bfloat16 or float16.
+    `dtypes` are those in which the run drew random numbers, float32 for calls that it lacks, and those that its code read of
+    tensors, which it may require or branch on. Without `dtypes`, all are float64. `lowered` tells whether something asked for
+    bfloat16 or float16.
     """
 
     lowered = False
@@ -202,7 +219,8 @@ class Float64(Told):
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
         torch.set_default_dtype(self.wide)
-        torch.finfo = self._as_in_a_run  # type: ignore[misc,assignment] # a constant of the code's dtype is part of what it computes
+        # A constant of the dtype in the code is part of what the code computes
+        torch.finfo = self._finfo_of_run  # type: ignore[misc,assignment]
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -210,16 +228,16 @@ class Float64(Told):
         torch.set_default_dtype(self._default)
         torch.finfo = self._finfo  # type: ignore[misc]
 
-    def _as_in_a_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
+    def _finfo_of_run(self, dtype: torch.dtype = torch.float32) -> torch.finfo:
         return self._finfo(torch.float32 if dtype is torch.float64 else dtype)
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         if function in self.casts:
             self.lowered |= function is not torch.Tensor.float
             function = torch.Tensor.double if self.wide is torch.float64 else torch.Tensor.float
-        # No function of torch takes a dtype inside of another argument.
+        # No function of torch takes a dtype inside of another argument
         args = tuple(map(self._widened, args))
-        kwargs = {name: self._widened(one) for name, one in kwargs.items()}
+        kwargs = {name: self._widened(value) for name, value in kwargs.items()}
         if not (_is_in_place(function) or "out" in kwargs):
             args, kwargs = self._of_one_width(args, kwargs)
         return super().call(function, args, kwargs)
@@ -242,23 +260,23 @@ class Float64(Told):
         return self.wide
 
     def _of_one_width(self, args: Given, kwargs: Named) -> tuple[Any, Named]:
-        """The same values. A float32 tensor beside a float64 one, such as a constant of the model's file, is in float64, too."""
-        found = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)}
-        if self.wide not in found or found.isdisjoint(self.narrow):
+        """Return the arguments, with float32 tensors in float64 if another one is. Such may be a constant of the model's file."""
+        dtypes = {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+        if self.wide not in dtypes or dtypes.isdisjoint(self.narrow):
             return args, kwargs
-        there = (self.wide,) * len(self.narrow)
-        return tuple(_cast(args, self.narrow, there)), _cast(kwargs, self.narrow, there)
+        wide_dtypes = (self.wide,) * len(self.narrow)
+        return tuple(_cast(args, self.narrow, wide_dtypes)), _cast(kwargs, self.narrow, wide_dtypes)
 
 
 class Float32(Float64):
-    """Of a run in float64, the yardstick: inside, torch.float64 means torch.float32."""
+    """The yardstick's mode for a run in float64: inside, torch.float64 means torch.float32."""
 
     narrow, wide = (torch.float64,), torch.float32
     casts = (torch.Tensor.double,)
 
 
 def _on_cpu(value: Any) -> Any:
-    """In the place of an argument that may be a device."""
+    """Return the CPU in the place of a device, but for the meta device, and any other value as it is."""
     is_device = isinstance(value, (str, torch.device, int)) and not isinstance(value, bool)
     return torch.device("cpu") if is_device and str(value) != "meta" else value
 
@@ -269,7 +287,10 @@ def _is_in_place(function: Function) -> bool:
 
 
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
-    """Prepare a model for `Float64`, in place: float64 weights. `tables` are the modules that stay as they are in the runs."""
+    """Prepare a model for `Float64`, in place: its weights become float64.
+
+    `tables` are the modules that compute as they do in the runs.
+    """
     use_eager_experts(model)
     model.double()
     for name in tables:
@@ -277,7 +298,7 @@ def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
 
 
 def _keep_float32(module: torch.nn.Module) -> None:
-    """Let a module compute as outside of the mode; what it returns is then widened.
+    """Let a module compute as outside of the mode, and widen what it returns.
 
     If that depends on the weights, the module is no table but, for instance, a batch norm without weights, and computes as all others.
     """
@@ -285,19 +306,19 @@ def _keep_float32(module: torch.nn.Module) -> None:
     forward = module.forward
 
     def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
-        before = [buffer.clone() for buffer in module.buffers()]
+        buffers_before = [buffer.clone() for buffer in module.buffers()]
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
         try:
             with torch._C.DisableTorchFunction():
-                given, named = _cast((args, kwargs), WIDE, NARROW)
-                found = _cast(forward(*given, **named), NARROW, WIDE)
+                narrow_args, narrow_kwargs = _cast((args, kwargs), WIDE, NARROW)
+                output = _cast(forward(*narrow_args, **narrow_kwargs), NARROW, WIDE)
         finally:
             torch.set_default_dtype(default)
-        if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(found)):
-            return found
-        for buffer, old in zip(module.buffers(), before, strict=True):
-            buffer.copy_(old)
+        if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output)):
+            return output
+        for buffer, buffer_before in zip(module.buffers(), buffers_before, strict=True):
+            buffer.copy_(buffer_before)
         module.double().forward = forward
         return forward(*args, **kwargs)
 
@@ -307,9 +328,9 @@ def _keep_float32(module: torch.nn.Module) -> None:
 NARROW, WIDE = (torch.float32, torch.complex64), (torch.float64, torch.complex128)
 
 
-def _cast(values: Any, here: tuple[torch.dtype, ...], there: tuple[torch.dtype, ...]) -> Any:
-    """The same values, the tensors of one of these dtypes in the other one."""
-    to = dict(zip(here, there, strict=True))
+def _cast(values: Any, old_dtypes: tuple[torch.dtype, ...], new_dtypes: tuple[torch.dtype, ...]) -> Any:
+    """Return the values, with tensors of each old dtype in the new one."""
+    to = dict(zip(old_dtypes, new_dtypes, strict=True))
     return tree_map(
         lambda leaf: leaf.to(to[leaf.dtype]) if isinstance(leaf, torch.Tensor) and leaf.dtype in to else leaf,
         values,

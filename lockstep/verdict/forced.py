@@ -1,7 +1,7 @@
-"""Each module of a captured run by itself: computed from the inputs that it had in the run, and from the gradient that arrived at it.
+"""Judge each module of a captured run by itself: from the inputs that it had in the run, and the gradient that arrived at it.
 
-One process computes each micro batch twice, in float64 and in the run's dtypes, which is the yardstick. The run's tensors take the places of
-those that it computes, so what is wrong is wrong by itself. lockstep/verdict/alone.py has the file of what is found.
+One process computes each micro batch twice: in float64, and in the run's dtypes, which is the yardstick. The run's tensors take
+the places of those that it computes, so what is wrong is wrong by itself. lockstep/verdict/alone.py writes the results.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class MicroBatch:
-    """Its rows of the dump's tensors."""
+    """One micro batch of a dump: its rows of the dump's tensors."""
 
-    number: int  # those of a DP rank follow one after the other
+    number: int  # in the step, from 0, DP rank by DP rank
     dp_rank: int
     batch: dict[str, torch.Tensor]  # input_ids, labels and further inputs, each (B, S)
     written: dict[str, torch.Tensor]  # forward/NUMBER/MODULE and backward/NUMBER/MODULE
@@ -65,22 +65,23 @@ class Forced(Passes):
         ]
 
     def _arrives(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Keep a tensor, and return the run's that takes its place; None if there is none."""
         self.keep(name, tensor)
         return self.instead(name, tensor)
 
     def _enter(
         self, places: dict[str, str], _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """What a module is called with, where that is no other module's output."""
-        given = {**{str(place): value for place, value in enumerate(arguments)}, **options}
+        """Return a module's arguments, with the run's tensors in the places of those that are no other module's output."""
+        by_place = {**{str(place): value for place, value in enumerate(arguments)}, **options}
         for place, name in places.items():
-            tensor = given.get(place)
+            tensor = by_place.get(place)
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._arrives, f"backward/{self.hooks.number}/{name}"))
-                instead = self._arrives(f"forward/{self.hooks.number}/{name}", tensor)
-                given[place] = tensor if instead is None else instead
-        return tuple(given[str(place)] for place in range(len(arguments))), {
-            name: given[name] for name in options
+                replacement = self._arrives(f"forward/{self.hooks.number}/{name}", tensor)
+                by_place[place] = tensor if replacement is None else replacement
+        return tuple(by_place[str(place)] for place in range(len(arguments))), {
+            name: by_place[name] for name in options
         }
 
     def remove(self) -> None:
@@ -89,12 +90,15 @@ class Forced(Passes):
             handle.remove()
 
     def compute(self, micro: MicroBatch, share: float, num_labels: int | None) -> Computed:
-        """Adds the gradient of `share` times the micro batch's loss, a mean over its tokens or a sum divided by `num_labels`."""
+        """Return the results of a micro batch, and add the gradient of `share` times its loss to that of the parameters.
+
+        The loss is a mean over the micro batch's tokens, or a sum divided by `num_labels`.
+        """
         self.written, self.modules = micro.written, {}
         mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
-        device = as_on_a_gpu([], self.version) if self.on_gpu else contextlib.nullcontext()
-        with mode, device, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        arithmetic = as_on_a_gpu([], self.version) if self.on_gpu else contextlib.nullcontext()
+        with mode, arithmetic, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
         self.hooks.end()
         with mode:
@@ -102,23 +106,28 @@ class Forced(Passes):
         return Computed({}, float(loss.detach()), 1.0, {}, self.modules, mode.taken(self.names))
 
     def gradients(self) -> Lazy:
-        """Of the parameters, in float64."""
-        found = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
-        return Lazy(found, lambda name: found[name].double())
+        """Return the gradients of the parameters, in float64."""
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return Lazy(gradients, lambda name: gradients[name].double())
 
 
 def plain_model(dump: Dump) -> "PreTrainedModel":
-    """A model that computes in the dtypes of a run, with any weights."""
+    """Return a model that computes in the dtypes of a run, with any weights."""
     config = dump.run["config"]
     model, _ = build_model(
         dump.run["architecture"], seed=0, attn_impl=config["attn_impl"], init_weights_path=None
     )
-    model.to(dtype=torch.bfloat16 if config["precision"] == "bf16" else torch.float32)  # type: ignore[call-arg] # a decorator of transformers loses self
+    # A decorator of transformers hides `self` from mypy
+    model.to(dtype=torch.bfloat16 if config["precision"] == "bf16" else torch.float32)  # type: ignore[call-arg]
     return model
 
 
 def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module) -> Alone:
-    """All steps of a dump. `reference` has the weights before step 1, and the gradients of a free pass; `exact_model` is in float64 (lockstep/verdict/float64.py)."""
+    """Judge the modules of all steps of a dump by themselves.
+
+    `reference` has the weights before step 1, and the gradients of a free pass. `exact_model` is in float64
+    (lockstep/verdict/float64.py), `near_model` in the run's dtypes.
+    """
     exact, plain = Forced(exact_model, dump, exact=True), Forced(near_model, dump, exact=False)
     rows: list[Judgement] = []
     choices: list[Chosen] = []
@@ -126,24 +135,25 @@ def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model:
         before = reference if step == 1 else dump
         weights = [f"parameter/{name}" for name in dump.layout.parameters]
         inputs = [f"batch/{name}" for name in dump.samples.inputs]
-        # A run that lacks tensors fails
+        # A run that lacks tensors fails without this
         if before.has(step - 1, *weights) and dump.has(step, *inputs):
-            found, chosen = _judge_step(dump, before, reference, step, exact, plain)
-            rows += found
-            choices += chosen
-    for one in (exact, plain):
-        one.remove()
+            step_rows, step_choices = _judge_step(dump, before, reference, step, exact, plain)
+            rows += step_rows
+            choices += step_choices
+    for forced in (exact, plain):
+        forced.remove()
     return Alone(dump=digest_of(dump), rows=rows, choices=choices)
 
 
 def _judge_step(
     dump: Dump, before: Dump, reference: Dump, step: int, exact: Forced, plain: Forced
 ) -> tuple[list[Judgement], list[Chosen]]:
-    for one in (exact, plain):
-        one.model.zero_grad(set_to_none=True)
-    both = zip(exact.model.named_parameters(), plain.model.named_parameters(), strict=True)
+    """Return the rows and the choices of one step. `before` has the weights before it."""
+    for forced in (exact, plain):
+        forced.model.zero_grad(set_to_none=True)
+    pairs = zip(exact.model.named_parameters(), plain.model.named_parameters(), strict=True)
     with torch.no_grad():
-        for (name, right_weight), (_, near_weight) in both:
+        for (name, right_weight), (_, near_weight) in pairs:
             weight = before.tensor(step - 1, f"parameter/{name}")
             right_weight.copy_(weight)
             near_weight.copy_(weight)
@@ -153,19 +163,19 @@ def _judge_step(
     factors = Factors(len(dump.steps), arithmetic.factor)
     modules = Modules(StepVerdict(step, arithmetic), precision, factors, scaled=False, whose="DP rank")
     labels = dump.tensor(step, "batch/labels")
-    counted = int((labels != IGNORED).sum()) if dump.samples.counted else None
-    share = 1.0 if counted else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
-    for micro in _micro_batches(dump, step):
-        right, near = (one.compute(micro, share, counted) for one in (exact, plain))
-        own = {name: [(micro.dp_rank, tensor)] for name, tensor in micro.written.items()}
-        modules.add(micro.number, [micro.dp_rank], own, right, near)
+    num_labels = int((labels != IGNORED).sum()) if dump.samples.counted else None
+    share = 1.0 if num_labels else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
+    for micro_batch in _micro_batches(dump, step):
+        right, near = (forced.compute(micro_batch, share, num_labels) for forced in (exact, plain))
+        own = {name: [(micro_batch.dp_rank, tensor)] for name, tensor in micro_batch.written.items()}
+        modules.add(micro_batch.number, [micro_batch.dp_rank], own, right, near)
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
-    whole = Sum(observed, [exact.gradients()], torch.ones(1))
+    right_gradients = Sum(observed, [exact.gradients()], torch.ones(1))
     gradients = judged(
         step,
         observed,
-        whole,
+        right_gradients,
         plain.gradients(),
         precision,
         arithmetic=arithmetic,
@@ -177,21 +187,26 @@ def _judge_step(
 
 
 def _zeros(reference: Dump, step: int, trained: list[str], precision: str) -> set[str]:
-    """Gradients that are zero in exact arithmetic: those of biases may be. Those of a step that the reference has not are not known."""
+    """Return the names of the gradients that are zero in exact arithmetic, as those of biases may be.
+
+    Of a step that the reference does not have, none are known.
+    """
     entries = reference.steps[step]["tensors"] if step in reference.steps else {}
     names = (f"gradient/{name}" for name in trained)
     vectors = (name for name in names if name in entries and is_vector_gradient(name, entries[name]))
     tensors = {name: reference.tensor(step, name) for name in vectors}
-    return zeros_of({name: distance_of(one, one) for name, one in tensors.items()}, entries, precision)
+    return zeros_of(
+        {name: distance_of(tensor, tensor) for name, tensor in tensors.items()}, entries, precision
+    )
 
 
 def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
-    """Read from the dump one after the other."""
+    """Yield the micro batches of a step, read from the dump one after the other."""
     layout, config = dump.layout, dump.run["config"]
-    size, per_rank = config["batch_size"], config["gradient_accumulation_steps"]
+    batch_size, per_rank = config["batch_size"], config["gradient_accumulation_steps"]
     with safe_open(step_path(dump.folder, step), framework="pt") as file:
         for number in range(per_rank * config["dp_size"]):
-            rows = slice(number * size, (number + 1) * size)
+            rows = slice(number * batch_size, (number + 1) * batch_size)
             written = {}
             for name in dump.steps[step]["tensors"]:
                 kind, _, module = name.partition("/")
@@ -200,7 +215,7 @@ def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
                 if layout.outputs[module][0] == BATCH:
                     tensor = file.get_slice(name)[rows]
                 else:
-                    tensor = file.get_tensor(name)  # the same for all
+                    tensor = file.get_tensor(name)  # the same for all micro batches
                 written[f"{kind}/{number}/{module}"] = (
                     tensor.flatten(0, 1) if module in layout.flat else tensor
                 )

@@ -1,9 +1,10 @@
-"""The arithmetic of a GPU, where that of the CPU that judges is another.
+"""The arithmetic of a GPU, where it differs from that of the CPU that judges.
 
-- TF32: products of float32 are computed of operands with 10 bits, if the run asked for it. The yardstick rounds them likewise.
-- Autocast: a GPU computes other functions in float32 than a CPU does. The yardstick does as a GPU.
-- Sums: tensor cores cut what does not fit, each time they have added 8 products (TF32) or 16 (16 bits). So a sum of K products is too small,
-  by about K / 8 or K / 16 quarters of a unit roundoff. And a sum in float32 has its terms one after the other, where a CPU has several sums.
+- TF32: products of float32 are computed from operands with 10 bits, if the run asked for it. The yardstick rounds them likewise.
+- Autocast: a GPU computes other functions in float32 than a CPU does. The yardstick does as a GPU does.
+- Sums: tensor cores cut what does not fit, each time they have added 8 products (TF32) or 16 (16 bits). So a sum of K products is
+  too small, by about K / 8 or K / 16 quarters of a unit roundoff. And a GPU adds the terms of a sum in float32 one after the
+  other, where a CPU has several sums.
 
 benchmarks/gpu_arithmetic.py measures what these leave on a GPU (results/gpu_arithmetic.md).
 """
@@ -28,24 +29,28 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a device may leave in a tensor beyond what the yardstick has."""
+    """The errors that a device may leave in a tensor beyond those of the yardstick."""
 
-    factor: float = NOTHING  # in all of it
+    factor: float = NOTHING  # less one, on all of the tensor
     floor: float = FLOOR  # unit roundoffs, of a tensor in float32
 
 
 CPU = Arithmetic()
-# In float32, attention alone uses tensor cores: three products for one, which leave at most 7.1e-7. A sum of 4096 products leaves 1.2e-6
-# of the tensor's norm, and 2.9e-6 of its largest element.
+# In float32, only attention uses tensor cores: three products for one, which leave at most 7.1e-7. A sum of 4096 products leaves
+# 1.2e-6 of the tensor's norm, and 2.9e-6 of its largest element.
 GPU = Arithmetic(16 * 2.0**-24, 64)
-# Sums are divided between blocks of 8192 products at most. So 1e-5 was the most in 16 bits, and 1.7e-5 in TF32.
+# Sums are divided into blocks of 8192 products at most. So 1e-5 was the most in 16 bits, and 1.7e-5 in TF32.
 TENSOR_CORES = Arithmetic(2.0**-15, 64)
-# A kernel may round operands otherwise, or not at all, and what has few weights or pixels has few rounding errors: each is at most 2^-11, of both operands.
+# A kernel may round operands otherwise, or not at all. A tensor with few weights or pixels has few rounding errors, each of at
+# most 2^-11, of both operands.
 IN_TF32 = Arithmetic(2.0**-10, 64)
 
 
 def arithmetic_of(device: str, *, single: bool, tf32: bool = False) -> Arithmetic:
-    """`device` is "cuda:0", or "" of an older recording. `single`: the run computes in float32; `tf32`: or in TF32."""
+    """Return the arithmetic of a run's device.
+
+    `device` is a name such as "cuda:0", or "" in an older recording. `single`: the run computes in float32; `tf32`: or in TF32.
+    """
     if not device.startswith("cuda"):
         return CPU
     if single and tf32:
@@ -60,32 +65,35 @@ frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_
 smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
 binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp interpolate norm normalize cross_entropy
 """
-# These, unless they are given a dtype
+# Likewise, unless they are given a dtype
 UNLESS_TOLD = """
 prod softmax log_softmax cumprod cumsum linalg_vector_norm vector_norm linalg_matrix_norm matrix_norm linalg_norm sum
 """
-# In 16 bits, as what a CPU's autocast also computes so
+# Functions that it computes in 16 bits, besides those that a CPU's autocast does, too
 IN_SIXTEEN_BITS = "addmv addr chain_matmul gru_cell linalg_multi_dot lstm_cell multi_dot mv prelu rnn_relu_cell rnn_tanh_cell"
-# In the widest dtype that they are given
+# Functions that it computes in the widest dtype that they are given
 IN_THE_WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot grid_sample grid_sampler index_put scatter_add tensordot vdot"
 )
-SINCE = {"rms_norm": (2, 13)}  # versions of torch
+SINCE = {"rms_norm": (2, 13)}  # functions in float32, and the version of torch since which they are
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """(2, 11) of "2.11.0+cu130"."""
+    """Return the release of a version: (2, 11) of "2.11.0+cu130"."""
     return tuple(map(int, version.split("+")[0].split(".")[:2]))
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Inside, autocast on the CPU casts as a GPU's does, of a version of torch. The functions of Python are seen, not what these call."""
+    """Inside, autocast on the CPU casts as a GPU's does in this version of torch.
+
+    Only functions that Python code calls are seen, not those that these call in turn.
+    """
 
     def __init__(self, version: str):
         super().__init__()
-        numbers = release_of(version)
-        self.always = {*IN_FLOAT32.split(), *(name for name, first in SINCE.items() if numbers >= first)}
+        release = release_of(version)
+        self.always = {*IN_FLOAT32.split(), *(name for name, since in SINCE.items() if release >= since)}
         self.unless_told = set(UNLESS_TOLD.split())
         self.in_sixteen_bits, self.in_the_widest = {*IN_SIXTEEN_BITS.split()}, {*IN_THE_WIDEST.split()}
 
@@ -101,14 +109,14 @@ class CudaAutocast(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _dtype_of(self, name: str, args: Given, kwargs: Named) -> torch.dtype | None:
-        """What a GPU's autocast casts a function's arguments to; None: as a CPU's does."""
-        told = kwargs.get("dtype") is not None
-        if name in self.always or (name in self.unless_told and not told):
+        """Return the dtype that a GPU's autocast casts a function's arguments to; None if it does as a CPU's."""
+        has_dtype = kwargs.get("dtype") is not None
+        if name in self.always or (name in self.unless_told and not has_dtype):
             return torch.float32
         if name in self.in_sixteen_bits:
             return torch.get_autocast_dtype("cpu")
         if name in self.in_the_widest:
-            dtypes = {one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             return torch.float32 if torch.float32 in dtypes else None
         return None
 
@@ -119,7 +127,7 @@ def _cast(dtype: torch.dtype, leaf: Any) -> Any:
     return leaf
 
 
-# What TF32 is used for, and which arguments are multiplied
+# What TF32 is used for: operators, and the places of the arguments that they multiply
 PRODUCTS: dict[str, dict[Any, tuple[int, ...]]] = {
     "matmul": dict.fromkeys((aten.mm, aten.bmm), (0, 1))
     | dict.fromkeys(
@@ -127,14 +135,19 @@ PRODUCTS: dict[str, dict[Any, tuple[int, ...]]] = {
     ),
     "convolution": {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)},
 }
-PRODUCTS["recurrent"] = PRODUCTS["matmul"]  # which these are made of on a CPU
+# On a CPU, recurrent layers are made of matrix products
+PRODUCTS["recurrent"] = PRODUCTS["matmul"]
 CUT = 13  # bits of float32 that TF32 does not have
 
 
 class Tf32(TorchDispatchMode):
-    """Inside, operands of products in float32 are rounded to TF32, to nearest and ties to even, in both passes. `uses`: "matmul", "convolution", "recurrent"."""
+    """Inside, operands of products in float32 are rounded to TF32, to nearest and ties to even, in both passes.
 
-    supports_higher_order_operators = True  # such as flex_attention, which is computed as it is
+    `uses` are any of "matmul", "convolution" and "recurrent".
+    """
+
+    # Such as flex_attention, which is computed as it is
+    supports_higher_order_operators = True
 
     def __init__(self, uses: list[str]):
         super().__init__()
@@ -145,7 +158,7 @@ class Tf32(TorchDispatchMode):
     ) -> Any:
         places = self.products.get(getattr(function, "overloadpacket", None), ())
         if places and all(_is_single(args[place]) for place in places):
-            args = tuple(rounded(one) if place in places else one for place, one in enumerate(args))
+            args = tuple(rounded(arg) if place in places else arg for place, arg in enumerate(args))
         return function(*args, **(kwargs or {}))
 
 
@@ -154,7 +167,7 @@ def _is_single(tensor: torch.Tensor) -> bool:
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float32, as TF32 has it."""
+    """Return a float32 tensor, rounded to TF32: to nearest, ties to even."""
     bits = tensor.contiguous().view(torch.int32)
     half = (1 << CUT - 1) - 1 + (bits >> CUT & 1)
     return ((bits + half) >> CUT << CUT).view(torch.float32).reshape(tensor.shape)
@@ -162,7 +175,10 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def as_on_a_gpu(uses: list[str], version: str) -> Iterator[None]:
-    """While the yardstick of a run on a GPU is computed. Attention is made of products where these may be in TF32: which kernel a run had is not known."""
+    """Inside, compute as a GPU does, for the yardstick of a run on one. `uses` are those of `Tf32`, `version` is that of torch.
+
+    Where products may be in TF32, attention is made of products, because it is not known which kernel the run had.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(CudaAutocast(version))
         if uses:
@@ -170,16 +186,17 @@ def as_on_a_gpu(uses: list[str], version: str) -> Iterator[None]:
             stack.enter_context(Tf32(uses))
         if "matmul" in uses:
             stack.callback(torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled())
-            torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too
+            # Turns the CPU's off, too
+            torch.backends.cuda.enable_flash_sdp(False)
         yield
 
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """Its recurrent layers are one operator, whose products are not seen."""
-    before = torch._C._get_mkldnn_enabled()
+    """Turn oneDNN off. Its recurrent layers are one operator, whose products are not seen."""
+    was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(was_enabled)

@@ -1,9 +1,9 @@
-"""Attention that a run computed with kernels of GPUs, in plain torch: these compute neither on CPUs nor in float64.
+"""Attention in plain torch, of runs that computed it with kernels of GPUs. Those compute neither on CPUs nor in float64.
 
 The functions are those of the package flash_attn. They have the names, arguments and shapes of
-https://github.com/Dao-AILab/flash-attention, and stand in the package's place while a recorded model is computed. As in the kernels, scores
-and probabilities are in float32 where the inputs have 16 bits, and the probabilities are rounded to the inputs' dtype before they meet the
-values.
+https://github.com/Dao-AILab/flash-attention, and stand in the package's place while a recorded model is computed. As in the
+kernels, scores and probabilities are in float32 where the inputs have 16 bits, and the probabilities are rounded to the inputs'
+dtype before they are multiplied with the values.
 """
 
 import contextlib
@@ -18,34 +18,34 @@ import torch
 
 from lockstep.ground.errors import UserError
 
-PACKAGES = ("flash_attn", "flash_attn_interface")  # version 2, and version 3
-LOADED = "flash_attention_3"  # the version that transformers does not look for before it imports it
+PACKAGES = ("flash_attn", "flash_attn_interface")  # of version 2, and of version 3
+LOADED = "flash_attention_3"  # the version that transformers imports without looking for it first
 AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
 OLDER = {"get_autocast_gpu_dtype": "get_autocast_dtype", "set_autocast_gpu_dtype": "set_autocast_dtype"}
 ANYWHERE = (-1, -1)  # a window that ends on neither side
 
-flash_attn_with_kvcache = None  # which transformers imports, for generation
+flash_attn_with_kvcache = None  # transformers imports it, for generation
 
 
 @contextlib.contextmanager
 def in_place(device: str) -> Iterator[None]:
     """While a run on a `device` other than "cpu" is judged, what imports flash_attn gets this module.
 
-    torch's flex_attention, which CPUs compute without compiling it, is differentiated, and no kernel is chosen by sdpa_kernel. Where the model's
-    code turns autocast on or off for "cuda", or asks for its state, that of the CPU is meant.
+    torch's flex_attention, which CPUs compute without compiling it, can be differentiated, and sdpa_kernel chooses no kernel. Where
+    the model's code turns autocast on or off for "cuda", or asks for its state, that of the CPU is meant.
     """
     if device == "cpu":
         yield
         return
-    before = {name: sys.modules.get(name) for name in PACKAGES}
+    modules_before = {name: sys.modules.get(name) for name in PACKAGES}
     sys.modules.update(dict.fromkeys(PACKAGES, sys.modules[__name__]))
-    # Other versions may not have them
+    # Other versions of torch may not have them
     private = ("flex_attention._validate_device", "_sdpa_kernel")
     try:
         with contextlib.ExitStack() as stack:
             for name in private:
-                nothing = mock.patch(f"torch.nn.attention.{name}", lambda *_, **__: None, create=True)
-                stack.enter_context(nothing)
+                patch = mock.patch(f"torch.nn.attention.{name}", lambda *_, **__: None, create=True)
+                stack.enter_context(patch)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             init = torch.autocast.__init__
             stack.enter_context(mock.patch.object(torch.autocast, "__init__", _made_for_cpu(init)))
@@ -55,19 +55,19 @@ def in_place(device: str) -> Iterator[None]:
                 stack.enter_context(
                     mock.patch.object(torch, name, functools.partial(getattr(torch, newer), "cuda"))
                 )
-            # A GPU's autocast is in float16 where no dtype is given
+            # A GPU's autocast computes in float16 where no dtype is given
             stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
             torch.set_autocast_dtype("cpu", torch.float16)
             yield
     finally:
-        for name, module in before.items():
+        for name, module in modules_before.items():
             del sys.modules[name]
             if module is not None:
                 sys.modules[name] = module
 
 
 def _made_for_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """Of autocast: for the device that the judge computes on."""
+    """Return the `__init__` of autocast with the CPU, on which the judge computes, in the place of "cuda"."""
 
     def made(self: torch.autocast, device_type: str, *arguments: Any, **options: Any) -> None:
         init(self, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
@@ -76,7 +76,7 @@ def _made_for_cpu(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of autocast's state, likewise. Without a device, torch takes it for a GPU's."""
+    """Return a function of autocast's state, likewise. Without a device, torch means a GPU's."""
 
     def asked(device_type: Any = "cuda", *arguments: Any, **named: Any) -> Any:
         if not isinstance(device_type, str):  # set_autocast_enabled(True)
@@ -87,7 +87,10 @@ def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose(model: torch.nn.Module) -> list[str]:
-    """Let models of transformers compute attention with what a CPU has. Returns the kernels that the run had, which compute the same."""
+    """Let models of transformers compute attention with what a CPU has.
+
+    Returns the names of the kernels that the run had, which compute the same.
+    """
     kernels = set()
     for module in model.modules():
         config: Any = vars(module).get("config")
@@ -95,12 +98,13 @@ def choose(model: torch.nn.Module) -> list[str]:
         if not isinstance(name, str) or not ("flash" in name or "flex" in name):
             continue
         # sdpa has no soft cap of its scores
-        capped = getattr(config, "attn_logit_softcapping", None) is not None
-        has_sdpa = getattr(module, "_supports_sdpa", False) and not capped
-        other = LOADED if "flash" in name else "sdpa" if has_sdpa else "eager"
-        config._attn_implementation = other
+        has_soft_cap = getattr(config, "attn_logit_softcapping", None) is not None
+        has_sdpa = getattr(module, "_supports_sdpa", False) and not has_soft_cap
+        replacement = LOADED if "flash" in name else "sdpa" if has_sdpa else "eager"
+        config._attn_implementation = replacement
         kernels.add(name)
-    return sorted(kernels - {LOADED} or kernels)  # modules of a model share its config
+    # Modules of a model share its config, so the later ones find LOADED there
+    return sorted(kernels - {LOADED} or kernels)
 
 
 def flash_attn_varlen_func(
@@ -121,26 +125,27 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of sequences one after the other: sequence i ends where `cu_seqlens` has its i + 1st entry.
+    """Return the attention of sequences that lie one after the other, (positions, heads, head dim).
 
-    `q` (positions, heads, head dim); `k`, `v` likewise, whose heads divide those of `q`. Of unequal positions, the last ones are aligned.
-    `window_size`: how many positions before and after its own a query sees; `s_aux` (heads): a further score of each head, without a value.
-    Raises UserError for dropout, whose random numbers the kernels draw themselves, and for what is not known here.
+    `q` is (positions, heads, head dim). `k` and `v` are likewise, and the number of their heads divides that of `q`. Sequence i ends
+    at entry i + 1 of `cu_seqlens`. If queries and keys have unequal numbers of positions, their last ones are aligned.
+    `window_size`: how many positions before and after its own a query sees. `s_aux` (heads): a further score of each head, without
+    a value. Raises UserError for dropout, whose random numbers the kernels draw themselves, and for what is not known here.
     """
     if dropout_p or alibi_slopes is not None or return_attn_probs:
-        what = "dropout" if dropout_p else "alibi_slopes" if alibi_slopes is not None else "return_attn_probs"
+        name = "dropout" if dropout_p else "alibi_slopes" if alibi_slopes is not None else "return_attn_probs"
         raise UserError(
-            f"flash_attn was called with {what}, which the reference cannot compute; record a run without it"
+            f"flash_attn was called with {name}, which the reference cannot compute; record a run without it"
         )
     before, after = window_size[0], 0 if causal else window_size[1]
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), cu_seqlens_k.tolist()
-    parts = (one.tensor_split(of[1:-1]) for one, of in zip((q, k, v), ends, strict=True))
-    each = [
+    offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), cu_seqlens_k.tolist()
+    sequences = (tensor.tensor_split(ends[1:-1]) for tensor, ends in zip((q, k, v), offsets, strict=True))
+    outputs = [
         _attention(queries, keys, values, scale, before, after, softcap, s_aux)
-        for queries, keys, values in zip(*parts, strict=True)
+        for queries, keys, values in zip(*sequences, strict=True)
     ]
-    return torch.cat(each)
+    return torch.cat(outputs)
 
 
 def _attention(
@@ -153,35 +158,35 @@ def _attention(
     softcap: float,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Of one sequence, (positions, heads, head dim)."""
-    of_queries, of_keys = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    """Return the attention of one sequence; `q`, `k` and `v` are (positions, heads, head dim)."""
+    query_positions, key_positions = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+    is_seen = torch.ones(len(q), len(k), dtype=torch.bool)
     if before >= 0:
-        seen &= of_keys >= of_queries - before
+        is_seen &= key_positions >= query_positions - before
     if after >= 0:
-        seen &= of_keys <= of_queries + after
+        is_seen &= key_positions <= query_positions + after
     with torch.autocast(q.device.type, enabled=False):
-        heads, single = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        k, v = (one.repeat_interleave(heads // one.shape[1], 1).transpose(0, 1) for one in (k, v))
-        scores = q.transpose(0, 1).to(single) @ k.to(single).mT * scale
+        heads, dtype = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+        k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1).transpose(0, 1) for tensor in (k, v))
+        scores = q.transpose(0, 1).to(dtype) @ k.to(dtype).mT * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~is_seen, torch.finfo(scores.dtype).min)
         if s_aux is not None:
-            further = s_aux.to(single).view(heads, 1, 1).expand(*scores.shape[:2], 1)
-            scores = torch.cat([scores, further], -1)
-        probabilities = scores.softmax(-1)[..., : k.shape[1]] * seen.any(1, keepdim=True)
+            sink = s_aux.to(dtype).view(heads, 1, 1).expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], -1)
+        probabilities = scores.softmax(-1)[..., : k.shape[1]] * is_seen.any(1, keepdim=True)
         return (probabilities.to(v.dtype) @ v).transpose(0, 1)
 
 
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any
 ) -> torch.Tensor:
-    """`q`, `k`, `v` (batch, positions, heads, head dim); further arguments as above, after those of the ends."""
-    of_queries, of_keys = (torch.arange(len(one) + 1) * one.shape[1] for one in (q, k))
-    queries, keys, values = (one.flatten(0, 1) for one in (q, k, v))
-    found = flash_attn_varlen_func(queries, keys, values, of_queries, of_keys, None, None, *more, **options)
-    return found.unflatten(0, q.shape[:2])
+    """`q`, `k`, `v` (batch, positions, heads, head dim); further arguments as above, after `max_seqlen_k`."""
+    q_ends, k_ends = (torch.arange(len(tensor) + 1) * tensor.shape[1] for tensor in (q, k))
+    queries, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    output = flash_attn_varlen_func(queries, keys, values, q_ends, k_ends, None, None, *more, **options)
+    return output.unflatten(0, q.shape[:2])
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:

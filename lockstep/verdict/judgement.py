@@ -14,46 +14,39 @@ from lockstep.verdict.picture import COARSE, SIDE, Picture, draw
 
 MULTIPLE = 4  # of DDP's own distance
 FLOOR = 4  # unit roundoffs of the tensor's dtype, where DDP happens to be exact
-UPDATE = {
-    "exp_avg": 8,
-    "exp_avg_sq": 16,
-    "parameter": 4,
-    "average": 4,
-}  # unit roundoffs of the result, for the rounding errors of an optimizer step
-UPDATE_OF_CHANGE = 16  # and, for a parameter, of its change
-# Of the largest rms of a pass: a reference below it is zero in exact arithmetic, and what is left are its own
-# rounding errors
+# Unit roundoffs of the result of an optimizer step, for its rounding errors
+UPDATE = {"exp_avg": 8, "exp_avg_sq": 16, "parameter": 4, "average": 4}
+UPDATE_OF_CHANGE = 16  # unit roundoffs of the change of a parameter, which come on top
+# A reference below this share of the pass's largest rms is zero in exact arithmetic. What is left are its own rounding errors.
 ZERO = 2.0**-40
-LIMIT = {
-    "fp32": 1e-5,
-    "autocast": 0.2,
-    "bf16": 0.2,
-}  # of DDP's own distance, relative: about ten times what correct runs have
-# Likewise of what an optimizer of the user's own changed, 2-norm and largest element: many divide each element by its own size, so the
-# rounding errors of an element that is all but zero are a part of a whole step.
+# DDP's own relative distance, at most: about ten times what correct runs have
+LIMIT = {"fp32": 1e-5, "autocast": 0.2, "bf16": 0.2}
+# The same for an optimizer of the user's own, relative to what it changed: 2-norm and largest element. Many divide each element by
+# its own size, so the rounding error of an element that is nearly zero is a part of a whole step.
 LIMIT_OF_UPDATE = Size(1e-4, 1e-2)
-# Of one that computes in bfloat16 by itself: beyond, zeros in the place of its change would not be noticed. Muon's iteration, for
-# instance, multiplies small singular values, and the rounding errors beside them, by up to 3.44 in each of its five steps.
+# The same for such an optimizer that computes in bfloat16 by itself. Beyond, zeros in the place of its change would not be noticed.
+# Muon's iteration, for instance, multiplies small singular values, and the rounding errors beside them, by up to 3.44 in each of
+# its five steps.
 LIMIT_OF_LOWERED = Size(0.5, 0.5)
-# Unit roundoffs; of bfloat16 half of it (2^-8), which is stricter
-UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9, "bf16": 2.0**-9}  # of the arithmetic
+# Unit roundoff of the arithmetic. For bfloat16 it is half of the unit roundoff (2^-8), which is stricter.
+UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9, "bf16": 2.0**-9}
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
-# Of a dtype
+# Unit roundoff of a dtype, likewise
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
 FINE = 10  # pictures of one pass that have all blocks
 MOST = 120  # pictures of one pass; what comes later is mostly wrong because of these
-# Of how far a distance is beyond what is tolerated, that a factor is, so that it is what is wrong
+# A factor is named if its multiple of what is tolerated is at least this share of the distance's multiple
 PART = 0.01
-MOSTLY = 0.9  # of an error that a factor on all of a tensor explains
+MOSTLY = 0.9  # share of an error that a factor on all of a tensor must explain
 NEAREST = 4  # tensors that are near enough and have a picture, too
-# Elements of a tensor that has a picture: several times as much memory is needed to draw it, in float64
+# Elements of a tensor that has a picture, at most. Drawing it takes several times as much memory, in float64.
 LARGEST, LARGEST_NEAR = 1 << 28, 1 << 24
 COMPUTED = ("forward", "backward", "gradient", "update")  # passes
 
 
 def pass_of(name: str) -> str:
-    """The pass that a tensor is computed in. What an optimizer keeps has the optimizer's own names."""
+    """Return the pass that a tensor is computed in: "update" for any other kind, as an optimizer's state has names of its own."""
     return PASSES.get(name.split("/")[0], "update")
 
 
@@ -66,11 +59,11 @@ class Judgement:
     distance: Distance
     tolerated: float  # of the 2-norm of the error
     tolerated_largest: float  # of the largest error of one element
-    # Of a recorded run's module: the micro batch and the rank that it was worst for
+    # For a module's tensor: the micro batch and the rank where it is worst, and the largest `multiple` of each rank
     where: str = ""
-    ranks: dict[int, float] = field(default_factory=dict)  # of the same: `multiple` there
+    ranks: dict[int, float] = field(default_factory=dict)
     picture: Picture | None = field(default=None, compare=False)
-    factor: Factor | None = None  # that its distance hides
+    factor: Factor | None = None  # one that its distance hides
 
     @property
     def kind(self) -> str:
@@ -82,16 +75,16 @@ class Judgement:
 
     @property
     def too_far(self) -> bool:
-        """Whether either error is larger than tolerated, a factor is, or anything is not finite."""
+        """Whether either error or a factor is larger than tolerated, or anything is not finite."""
         return self.is_far or self.factor is not None
 
     @property
     def is_far(self) -> bool:
-        """Whether its distance alone shows it."""
+        """Whether its distance alone shows that it is too far."""
         distance = self.distance
-        near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
-        finite = map(math.isfinite, (distance.norm, self.tolerated, self.tolerated_largest))
-        return not (near and all(finite))
+        is_near = distance.error <= self.tolerated and distance.largest_error <= self.tolerated_largest
+        are_finite = map(math.isfinite, (distance.norm, self.tolerated, self.tolerated_largest))
+        return not (is_near and all(are_finite))
 
     @property
     def judged(self) -> bool:
@@ -103,7 +96,7 @@ class Judgement:
 
     @property
     def multiple(self) -> float:
-        """The larger of the two errors in units of its tolerance, or the factor that its distance hides; above 1 is too far."""
+        """The larger of the two errors in units of its tolerance, or the hidden factor in units of its own; above 1 is too far."""
         if self.factor is None or self.is_far:
             return self._of_distance
         return max(self._of_distance, self.factor.multiple)
@@ -117,7 +110,7 @@ class Judgement:
 
     @property
     def of_factor(self) -> str:
-        """What its factor is, and whether that alone shows what is wrong; "" if it has none, or it is but a part of another error."""
+        """Its factor in words, and whether that alone shows what is wrong; "" without one, or for a small part of another error."""
         if self.factor is None or self.factor.multiple < PART * self._of_distance:
             return ""
         return self.factor.describe() + ("" if self.is_far else "; its distance is within what is tolerated")
@@ -139,7 +132,7 @@ class Judgement:
 
     @property
     def times(self) -> str:
-        """By what factor it is off, to be read after its errors, if these are mostly that; else ""."""
+        """The factor that explains most of its errors, as the end of a sentence; "" if none does."""
         distance = self.distance
         if abs(distance.scale - 1) * distance.change <= MOSTLY * distance.error:
             return ""
@@ -152,23 +145,25 @@ def add_pictures(
     size_of: Callable[[Judgement], int],
     pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Draws rows of one pass: those that are too far, and those that are nearest to it.
+    """Draw pictures for rows of one pass: those that are too far, and those that are nearest to that.
 
-    `size_of` gives the elements of the tensor, and `pair_of` the run's and the reference's. What is too large is not asked for.
+    `size_of` returns the number of elements, and `pair_of` the run's tensor and the reference's. It is not called for tensors that
+    are too large.
     """
     far = [row for row in rows if row.too_far][:MOST]
     near = sorted((row for row in rows if not row.too_far), key=lambda row: -row.multiple)[:NEAREST]
-    for number, row in enumerate([*far, *near]):
-        side = COARSE if row.too_far and number >= FINE else SIDE
+    for index, row in enumerate([*far, *near]):
+        side = COARSE if row.too_far and index >= FINE else SIDE
         if 0 < size_of(row) <= (LARGEST if row.too_far else LARGEST_NEAR):
             counted = row.kind == "batch"
             row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side, counted=counted)
 
 
 class Yardstick:
-    """Distances of correct tensors, `found` by name: what the same tensors of others are judged by. `entries` has their shapes and dtypes.
+    """The distances of correct tensors, by which the same tensors of other runs are judged.
 
-    `zeros` are names that are known to be zero in exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave.
+    `found` has the distances by name, `entries` the shapes and dtypes. `zeros` are names of tensors that are known to be zero in
+    exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave.
     """
 
     def __init__(
@@ -182,27 +177,27 @@ class Yardstick:
         self.found, self.entries, self.precision, self.zeros = found, entries, precision, zeros
         self.floor = floor  # of tensors in float32
         self.noise = noise_of(found, entries, precision)
-        # But for those that are zero in exact arithmetic: their relative errors say nothing of others.
+        # Without those that are zero in exact arithmetic: their relative errors say nothing of others
         self.typical = typical_error(
             [
-                one
-                for name, one in found.items()
-                if is_vector_gradient(name, entries[name]) and not self._is_zero(name, one)
+                distance
+                for name, distance in found.items()
+                if is_vector_gradient(name, entries[name]) and not self._is_zero(name, distance)
             ]
         )
 
     def tolerance(self, name: str, distance: Distance, times: float = 1.0) -> Size:
-        """What is tolerated of a tensor; of the gradient of a vector, `times` as much."""
+        """Return what is tolerated of a tensor. For the gradient of a vector, the yardstick's error counts `times` as much."""
         noise, entry = self.noise.get(name), self.entries[name]
-        vector = is_vector_gradient(name, entry)
-        found = measure(
+        is_vector = is_vector_gradient(name, entry)
+        yardstick = measure(
             self.found[name],
-            self.typical if vector else None,
+            self.typical if is_vector else None,
             noise if self._is_zero(name, distance) else None,
         )
         floor = self.floor if entry["dtype"] == "F32" else FLOOR
         return tolerance(
-            name, distance, found.times(times if vector else 1.0), ROUNDOFF[entry["dtype"]], floor
+            name, distance, yardstick.times(times if is_vector else 1.0), ROUNDOFF[entry["dtype"]], floor
         )
 
     def _is_zero(self, name: str, distance: Distance) -> bool:
@@ -211,26 +206,26 @@ class Yardstick:
 
 
 class OfDDP(Yardstick):
-    """DDP's own distances in one step."""
+    """The yardstick of a captured run: DDP's own distances in one step."""
 
     def __init__(self, ddp: Dump, step: int, found: dict[str, Distance], precision: str):
         super().__init__(found, ddp.steps[step]["tensors"], precision)
         self.ddp, self.step = ddp, step
 
     def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:
-        """A row of a run; `lowered` says whether an optimizer of the user's own computes in bfloat16 or float16 itself."""
+        """Return a row of a run. `lowered`: an optimizer of the user's own computes in bfloat16 or float16 itself."""
         return Judgement(self.step, name, distance, *self._tolerance(dump, name, distance, lowered))
 
     def _tolerance(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Size:
         if name.removeprefix("parameter/") in self.ddp.layout.model.frozen:
             return EXACT
-        own, noise = self.found[name], self.noise.get(name)
+        ddp_distance, noise = self.found[name], self.noise.get(name)
         if self.ddp.has_own_optimizer and pass_of(name) == "update" and not name.startswith("average/"):
             limit = LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE
-            return own_update_tolerance(distance, own, limit, ROUNDOFF[self.entries[name]["dtype"]])
-        if distance is own and noise is not None:
+            return own_update_tolerance(distance, ddp_distance, limit, ROUNDOFF[self.entries[name]["dtype"]])
+        if distance is ddp_distance and noise is not None:
             return yardstick_tolerance(distance, self.precision, noise)
-        return self.tolerance(name, distance, _times_as_many_tokens(dump, self.ddp))
+        return self.tolerance(name, distance, _token_ratio(dump, self.ddp))
 
 
 def is_vector_gradient(name: str, entry: dict) -> bool:
@@ -239,55 +234,57 @@ def is_vector_gradient(name: str, entry: dict) -> bool:
 
 
 def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:
-    """The size that rounding noise may have in each floating-point tensor of a pass. Its scale is the largest rms of the pass."""
+    """Return the size that rounding noise may have in each floating-point tensor. Its scale is the largest rms of the pass."""
     noise: dict[str, Size] = {}
-    for which in ("forward", "backward", "gradient"):
-        sizes = {
+    for which_pass in ("forward", "backward", "gradient"):
+        numels = {
             name: max(number_of_elements(entries[name]), 1)
             for name in found
-            if pass_of(name) == which and entries[name]["dtype"] != "I64"
+            if pass_of(name) == which_pass and entries[name]["dtype"] != "I64"
         }
-        largest = max((found[name].norm / math.sqrt(size) for name, size in sizes.items()), default=0.0)
-        scale = UNIT[precision] * largest
-        noise |= {name: Size(scale * math.sqrt(size), scale) for name, size in sizes.items()}
+        rms = max((found[name].norm / math.sqrt(numel) for name, numel in numels.items()), default=0.0)
+        scale = UNIT[precision] * rms
+        noise |= {name: Size(scale * math.sqrt(numel), scale) for name, numel in numels.items()}
     return noise
 
 
-def _times_as_many_tokens(dump: Dump, ddp: Dump) -> float:
-    """How many times as many tokens a rank of this run has in a micro batch as one of DDP, at least 1.
+def _token_ratio(dump: Dump, ddp: Dump) -> float:
+    """Return how many times as many tokens a rank of this run has in a micro batch as one of DDP; at least 1.
 
     The gradient of a norm or a bias is a sum over tokens, one after the other. The relative error of such a sum of n terms is about
     u sqrt(n) / 3. DDP's mean over r ranks has r independent sums of n / r terms, so its error is r times smaller.
     """
-    tokens, others = (one.run["config"]["batch_size"] / one.run["config"]["cp_size"] for one in (dump, ddp))
-    return max(1.0, tokens / others)
+    tokens, of_ddp = (
+        each.run["config"]["batch_size"] / each.run["config"]["cp_size"] for each in (dump, ddp)
+    )
+    return max(1.0, tokens / of_ddp)
 
 
 def typical_error(vectors: list[Distance]) -> Size:
-    """The median relative errors of DDP's gradients of norms and biases; zero if the model has none."""
+    """Return the median relative errors of DDP's gradients of norms and biases; zero if the model has none."""
     if not vectors:
         return EXACT
     return Size(
-        statistics.median(one.relative for one in vectors),
-        statistics.median(one.relative_largest for one in vectors),
+        statistics.median(distance.relative for distance in vectors),
+        statistics.median(distance.relative_largest for distance in vectors),
     )
 
 
 def measure(ddp: Distance, typical: Size | None = None, noise: Size | None = None) -> Size:
-    """DDP's errors as a measure for others.
+    """Return DDP's errors, as a measure for other runs.
 
     One element may dominate a vector, and DDP's error is then a single draw that can be small by chance. So for the gradient of a
     vector, the measure is at least what is `typical` of such gradients. Of a tensor that is zero in exact arithmetic, DDP may have
     nothing but zeros, and another run what rounding leaves: the measure is then at least the `noise` of the pass.
     """
-    found = ddp.errors
+    errors = ddp.errors
     if typical is not None:
-        found = found.or_more(Size(typical.norm * ddp.norm, typical.largest * ddp.largest))
-    return found if noise is None else found.or_more(noise)
+        errors = errors.or_more(Size(typical.norm * ddp.norm, typical.largest * ddp.largest))
+    return errors if noise is None else errors.or_more(noise)
 
 
 def tolerance(name: str, distance: Distance, measure: Size, roundoff: float, floor: float = FLOOR) -> Size:
-    """What is tolerated of a tensor's errors. `measure` is DDP's, `roundoff` the tensor's dtype's ROUNDOFF.
+    """Return what is tolerated of a tensor's errors. `measure` is DDP's errors, `roundoff` the ROUNDOFF of the tensor's dtype.
 
     The batch must be equal. An optimizer step may be a few unit roundoffs from the exact update of its own input. Everything
     else may be MULTIPLE times as far from the reference as the yardstick, DDP.
@@ -296,17 +293,18 @@ def tolerance(name: str, distance: Distance, measure: Size, roundoff: float, flo
     if kind == "batch":
         return EXACT
     if kind in UPDATE:
-        own, of_change = UPDATE[kind] * roundoff, UPDATE_OF_CHANGE * roundoff
+        of_size, of_change = UPDATE[kind] * roundoff, UPDATE_OF_CHANGE * roundoff
         if kind == "parameter":
-            return distance.size.times(own).plus(distance.shown.or_more(distance.terms).times(of_change))
-        return distance.size.or_more(distance.terms).times(own)
+            return distance.size.times(of_size).plus(distance.shown.or_more(distance.terms).times(of_change))
+        return distance.size.or_more(distance.terms).times(of_size)
     return measure.times(MULTIPLE).plus(distance.size.or_more(distance.terms).times(floor * roundoff))
 
 
 def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundoff: float) -> Size:
-    """What is tolerated after the step of an optimizer of the user's own, against the same step in float64 from the run's own gradients and state.
+    """Return what is tolerated after the step of an optimizer of the user's own.
 
-    How its rounding errors grow is not known, so DDP is the yardstick. Its own error may be at most `limit` times the change.
+    It is compared with the same step in float64 from the run's own gradients and state. How its rounding errors grow is not known,
+    so DDP is the yardstick. DDP's own error may be at most `limit` times the change.
     """
     floor = distance.size.plus(distance.shown).times(UPDATE["exp_avg_sq"] * roundoff)
     if distance is ddp:
@@ -315,18 +313,18 @@ def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundof
 
 
 def zeros_of(found: dict[str, Distance], entries: dict[str, dict], precision: str) -> set[str]:
-    """Which tensors of a free pass are zero in exact arithmetic. `found` and `entries` are as those of a Yardstick."""
+    """Return the names of the tensors of a free pass that are zero in exact arithmetic. Arguments are those of a Yardstick."""
     noise = noise_of(found, entries, precision)
-    return {name for name, one in found.items() if is_zero(one, noise[name], precision)}
+    return {name for name, distance in found.items() if is_zero(distance, noise[name], precision)}
 
 
 def is_zero(distance: Distance, noise: Size, precision: str) -> bool:
-    """Whether a tensor is zero in exact arithmetic: the reference has nothing but its own rounding errors, if that."""
+    """Whether a tensor is zero in exact arithmetic: the reference has at most its own rounding errors."""
     return distance.norm <= ZERO / UNIT[precision] * noise.norm
 
 
 def yardstick_tolerance(distance: Distance, precision: str, noise: Size) -> Size:
-    """What is tolerated of DDP: a yardstick that is ten times as far off as correct runs measures nothing.
+    """Return what is tolerated of DDP. A yardstick that is ten times as far off as correct runs measures nothing.
 
     `noise` is the size that rounding noise may have in this pass. A tensor below it cannot be judged, but is no reason to reject
     the yardstick.

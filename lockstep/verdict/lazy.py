@@ -13,7 +13,7 @@ ALIGNED = 8  # bytes
 
 
 class Lazy(Mapping[str, torch.Tensor]):
-    """`make(name)` gives a tensor, anew each time."""
+    """A mapping from `names` to tensors. `make(name)` returns a tensor, and is called each time that it is asked for."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], torch.Tensor]):
         self.names, self.make = dict.fromkeys(names), make
@@ -24,7 +24,7 @@ class Lazy(Mapping[str, torch.Tensor]):
         return self.make(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names  # Mapping's own would make the tensor
+        return name in self.names  # that of Mapping would make the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -34,15 +34,15 @@ class Lazy(Mapping[str, torch.Tensor]):
 
 
 class OnDisk(MutableMapping[str, torch.Tensor]):
-    """Tensors in a file of `folder` that has no name and is gone when they are.
+    """A mapping from names to tensors, which are in a file of `folder`. The file has no name and is gone when they are.
 
-    Memory has of them what is in use; the system writes the rest back. Setting one raises UserError if it cannot be written.
+    Only what is in use is in memory; the system writes the rest back. Setting a tensor raises UserError if it cannot be written.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
-        self.flat = torch.empty(0, dtype=torch.uint8)  # of the file, as far as it is mapped
+        self.flat = torch.empty(0, dtype=torch.uint8)  # the bytes of the file, as far as it is mapped
         self.end = 0
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`, or with the mapping
 
@@ -64,7 +64,8 @@ class OnDisk(MutableMapping[str, torch.Tensor]):
         if end == start:
             return torch.empty(shape, dtype=dtype)
         self._map(end)
-        with torch._C.DisableTorchFunction():  # there may be a mode in which float32 means float64
+        # There may be a mode in which float32 means float64
+        with torch._C.DisableTorchFunction():
             return self.flat[start:end].view(dtype).reshape(shape)
 
     def __delitem__(self, name: str) -> None:
@@ -77,7 +78,7 @@ class OnDisk(MutableMapping[str, torch.Tensor]):
         return len(self.places)
 
     def close(self) -> None:
-        """Nothing more is written. What is there can be read as before, without an open file."""
+        """Close the file, so that nothing more is written. What is there can be read as before, without an open file."""
         self._map(self.end)
         self.file.close()
 
