@@ -1,6 +1,8 @@
-"""What a recorded model is asked to do: whether weights are tied, which token each position must give, and what its logits may depend on.
+"""What a recorded model is asked to do.
 
-The reference computes as the model does, so a fault in what the model is given or sees is in both. These checks need no reference.
+The checks are whether weights are tied, which token each position must give, and what the logits may depend on. The
+reference computes as the model does, so a fault in what the model is given or sees is in both. These checks need no
+reference.
 """
 
 import contextlib
@@ -21,36 +23,40 @@ from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import MULTIPLE
 from lockstep.verdict.rows import StepVerdict, Wrong
 
-DECODER = "decoder_"  # begins the names of the inputs of a decoder
-SEEN = 1e-9  # relative: by so much float64 logits change, at least, if they depend on a token
-MANY = 8  # different labels, which two micro batches do not have alike by chance
-MOVED = 0.01  # of what a forward pass changes in a buffer, that may be missing
-# By how many places the tokens that positions are trained to give are ahead
+DECODER = "decoder_"  # names of the inputs of a decoder begin so
+# Relative: float64 logits that depend on a token change by at least this much with it.
+SEEN = 1e-9
+MANY = 8  # different labels, which two micro batches do not have in common by chance
+# The next pass may lack this share of what a forward pass changes in a buffer.
+MOVED = 0.01
+# By how many places targets are ahead of their positions: which token that is, and why it is wrong
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 
 def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], computed: list[Computed]) -> None:
-    """Adds sentences to the verdict. `reference` is in float64; `computed` is what it gave for each micro batch."""
+    """Add sentences to the verdict. `reference` is in float64; `computed` is what it gave for each micro batch."""
     _judge_ties(verdict, reference.model)
     tried: set[str] = set()
-    for called, found in zip(micro, computed, strict=True):
-        before = len(verdict.wrong)
-        ids = _ids(reference.model, called, found)
-        if ids is None:
+    for micro_batch, result in zip(micro, computed, strict=True):
+        wrong_before = len(verdict.wrong)
+        name = _ids_name(reference.model, micro_batch, result)
+        if name is None:
             continue
-        if called.piece is not None:
-            pieces.judge(verdict, called, called.piece, called.tensors[ids], found)
-        targets = found.mean.targets
-        if targets is not None:  # logits may lie one below the other
-            found.mean.targets = targets = targets.view_as(called.tensors[ids])
-        if targets is not None and len(verdict.wrong) == before:
-            _judge_targets(verdict, reference, called, ids, found)
-        elif ids != "decoder_input_ids":  # a mask of the same shape may be the encoder's
-            _judge_padding(verdict, called, ids)
-        if len(verdict.wrong) == before:
-            # Labels of which only the gradient tells may be of another task than the next token.
-            _judge_sight(verdict, reference, called, ids, targets if found.mean.tokens else None, tried)
-        if len(verdict.wrong) > before:
+        if micro_batch.piece is not None:
+            pieces.judge(verdict, micro_batch, micro_batch.piece, micro_batch.tensors[name], result)
+        targets = result.mean.targets
+        if targets is not None:  # logits may be flattened over batch and sequence
+            result.mean.targets = targets = targets.view_as(micro_batch.tensors[name])
+        if targets is not None and len(verdict.wrong) == wrong_before:
+            _judge_targets(verdict, reference, micro_batch, name, result)
+        elif name != "decoder_input_ids":  # a mask of the same shape may be the encoder's
+            _judge_padding(verdict, micro_batch, name)
+        if len(verdict.wrong) == wrong_before:
+            # Labels that only the gradient shows may be of another task than the next token.
+            _judge_leaks(
+                verdict, reference, micro_batch, name, targets if result.mean.tokens else None, tried
+            )
+        if len(verdict.wrong) > wrong_before:
             return  # the other micro batches are made alike
     _judge_staleness(verdict, reference.model, micro, computed)
 
@@ -58,303 +64,335 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
 def _judge_staleness(
     verdict: StepVerdict, model: torch.nn.Module, micro: list[Called], computed: list[Computed]
 ) -> None:
-    """Whether one micro batch has the labels of another."""
-    known: dict[int, Called] = {}  # by labels: whose tokens they follow
-    for called, found in zip(micro, computed, strict=True):
-        labels, ids = called.tensors.get(found.mean.labels), _ids(model, called, found)
-        targets = found.mean.targets
-        if called.piece is not None or labels is None or ids is None or targets is None:
+    """Judge whether one micro batch has the labels of another."""
+    # By the hash of labels: the micro batch whose tokens they follow
+    known: dict[int, Called] = {}
+    for micro_batch, result in zip(micro, computed, strict=True):
+        labels, name = micro_batch.tensors.get(result.mean.labels), _ids_name(model, micro_batch, result)
+        targets = result.mean.targets
+        if micro_batch.piece is not None or labels is None or name is None or targets is None:
             continue
         if len(labels.unique()) < MANY:
             continue
-        if _is_ahead(called.tensors[ids], targets.view_as(called.tensors[ids]), 1):
-            known[digest(labels)] = called
+        if _is_ahead(micro_batch.tensors[name], targets.view_as(micro_batch.tensors[name]), 1):
+            known[digest(labels)] = micro_batch
         elif digest(labels) in known:
-            other = known[digest(labels)]
-            both = f"{other.number} of rank {other.ranks[0]} and {called.number} of rank {called.ranks[0]}"
+            owner = known[digest(labels)]
+            both = f"{owner.number} of rank {owner.ranks[0]} and {micro_batch.number} of rank {micro_batch.ranks[0]}"
             verdict.wrong.append(
-                f"micro batches {both} have the same {found.mean.labels} and not the same {ids}: those of one are the other's"
+                f"micro batches {both} have the same {result.mean.labels} and not the same {name}: those of one are the other's"
             )
             return
 
 
 def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Called]) -> None:
-    """Buffers and attributes may differ between replicas, as the averages of a batch norm do, where nothing in training depends on them."""
-    firsts = [one for one in micro if one.number == 0 and one.piece is None]
-    for first, other in zip(firsts, firsts[1:], strict=False):
-        differ = reference.unlike(first, other)
-        if not differ:
+    """Judge whether replicas compute alike.
+
+    Their buffers and attributes may differ where nothing in training depends on them, such as a batch norm's averages.
+    """
+    replicas = [micro_batch for micro_batch in micro if micro_batch.number == 0 and micro_batch.piece is None]
+    for first, other in zip(replicas, replicas[1:], strict=False):
+        differing = reference.unlike(first, other)
+        if not differing:
             continue
-        own = dict(reference.outputs(first))
-        instead = reference.outputs(first, like=other)
-        name = next((name for name, one in own.items() if not torch.equal(one, instead[name])), None)
+        outputs = dict(reference.outputs(first))
+        theirs = reference.outputs(first, like=other)
+        name = next((name for name, tensor in outputs.items() if not torch.equal(tensor, theirs[name])), None)
         if name is not None:
             verdict.wrong.append(
-                f"{and_more(differ)} of ranks {first.ranks[0]} and {other.ranks[0]} differ, so they compute otherwise: first in {module_of(name)}"
+                f"{and_more(differing)} of ranks {first.ranks[0]} and {other.ranks[0]} differ, so they compute otherwise: first in {module_of(name)}"
             )
             return
 
 
 def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: Reference) -> None:
-    """Notes what a forward pass leaves in buffers, as a batch norm its statistics, and the next one does not begin with.
+    """Note buffers, such as a batch norm's statistics, if the next pass does not begin with what a forward pass leaves.
 
-    The passes over a micro batch in float64 and in the run's dtypes have just been made. Of rank 0, whose buffers DDP sends to the others.
+    The passes over a micro batch in float64 and in the run's dtypes have just been made. Only rank 0 is looked at: DDP
+    sends its buffers to the others.
     """
     recording, step, later = exact.recording, verdict.step, replace(called, number=called.number + 1)
     if later.number == len(recording.steps[step - 1][0].micro_batches):
         step, later.number = step + 1, 0
     if called.ranks[0] or step > len(recording.steps):
         return
-    instead = (
+    # Before this pass, before the next one, and after this pass in the run's dtypes
+    states = (
         recording.buffers(verdict.step, called),
         recording.buffers(step, later),
         dict(near.model.named_buffers()),
     )
-    odd = []
-    for name, right in exact.model.named_buffers():
-        if right.is_floating_point() and all(
-            right.shape == getattr(one.get(name), "shape", 0) for one in instead
+    names = []
+    for name, expected in exact.model.named_buffers():
+        if expected.is_floating_point() and all(
+            expected.shape == getattr(buffers.get(name), "shape", 0) for buffers in states
         ):
-            change, error, noise = (float((one[name] - right).norm()) for one in instead)
-            odd += [name] * (change > 0 and error > MOVED * change + MULTIPLE * noise)
-    if odd:
-        said = (
-            f"the forward pass changes {and_more(odd)}, and the next one begins with other values: the loop changes them, too, "
+            change, error, noise = (float((buffers[name] - expected).norm()) for buffers in states)
+            names += [name] * (change > 0 and error > MOVED * change + MULTIPLE * noise)
+    if names:
+        message = (
+            f"the forward pass changes {and_more(names)}, and the next one begins with other values: the loop changes them, too, "
             "or calls the model in training mode without gradients"
         )
-        verdict.notes += [said] * (said not in verdict.notes)
+        verdict.notes += [message] * (message not in verdict.notes)
 
 
 def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
-    """Models of transformers say which parameters are one."""
+    """Judge whether parameters that the configuration of a transformers model ties are one."""
     for module in model.modules():
         ties = getattr(module, "_tied_weights_keys", None)
         if not isinstance(ties, dict) or not getattr(
             getattr(module, "config", None), "tie_word_embeddings", False
         ):
             continue
-        own = dict(module.named_parameters(remove_duplicate=False))
-        for one, other in ties.items():
-            if one in own and other in own and own[one] is not own[other]:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name, source in ties.items():
+            if name in parameters and source in parameters and parameters[name] is not parameters[source]:
                 verdict.wrong.append(
-                    f"{one} is not tied to {other}, though the model's configuration says so (tie_word_embeddings)"
+                    f"{name} is not tied to {source}, though the model's configuration says so (tie_word_embeddings)"
                 )
                 return
 
 
-def _ids(model: torch.nn.Module, called: Called, found: Computed) -> str | None:
-    """The input with the tokens: the first of integers with two dims, those of the targets if there are any.
+def _ids_name(model: torch.nn.Module, micro_batch: Called, result: Computed) -> str | None:
+    """Return the name of the input with the tokens: the first of integers with two dims.
 
-    Of an encoder and a decoder, that of the decoder: what the encoder sees may be what the decoder must give.
+    It has the targets' dims, if there are targets. Of an encoder and a decoder, it is the decoder's: what the encoder
+    sees may be what the decoder must give.
     """
-    only = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    targets, labels = found.mean.targets, found.mean.labels
-    own = called.tensors.get(labels)
-    for name, tensor in called.tensors.items():
-        if only and name != "decoder_input_ids":
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    targets, labels_name = result.mean.targets, result.mean.labels
+    labels = micro_batch.tensors.get(labels_name)
+    for name, tensor in micro_batch.tensors.items():
+        if has_decoder and name != "decoder_input_ids":
             continue
         if (
             tensor.ndim == 2
             and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
-            and name != labels
+            and name != labels_name
             and not tensor.is_floating_point()
             and tensor.dtype != torch.bool
         ):
-            # The loss may take the tokens themselves for what they must give, which the model is given, too.
-            of_tokens = own is not None and own.shape == tensor.shape and _is_ahead(own, tensor, 1)
-            return labels if of_tokens else name
+            # The loss may shift the tokens themselves for its targets, though the model is given the targets, too.
+            are_tokens = labels is not None and labels.shape == tensor.shape and _is_ahead(labels, tensor, 1)
+            return labels_name if are_tokens else name
     return None
 
 
 def _judge_targets(
-    verdict: StepVerdict, reference: Reference, called: Called, name: str, found: Computed
+    verdict: StepVerdict, reference: Reference, micro_batch: Called, name: str, result: Computed
 ) -> None:
-    ids, targets = called.tensors[name], found.mean.targets
+    """Judge whether each position is trained to give the next token, and padding none.
+
+    `name` is that of the input with the tokens.
+    """
+    ids, targets = micro_batch.tensors[name], result.mean.targets
     assert targets is not None
-    where = f"in micro batch {called.number} of rank {called.ranks[0]}"
-    # Places may lie below each other, as of a recurrent network, whose samples are columns.
-    both = ((ids, targets), (ids.T, targets.T))
-    ahead = next((one for one in (1, *AHEAD) if any(_is_ahead(*each, one) for each in both)), 1)
+    place = f"in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]}"
+    # Samples may be columns, as those of a recurrent network.
+    pairs = ((ids, targets), (ids.T, targets.T))
+    ahead = next((places for places in (1, *AHEAD) if any(_is_ahead(*pair, places) for pair in pairs)), 1)
     # A loss that the loop makes itself may be that of a model that sees a whole row, and gives it again.
     if ahead in AHEAD and (
-        found.mean.labels or all(_is_causal(reference, called, name, along) for along in (0, 1))
+        result.mean.labels or all(_is_causal(reference, micro_batch, name, dim) for dim in (0, 1))
     ):
         token, why = AHEAD[ahead]
         verdict.wrong.append(
-            Wrong(f"each position is trained to give the token {token}", f": {why} ({where})")
+            Wrong(f"each position is trained to give the token {token}", f": {why} ({place})")
         )
         return
-    if _are_in_other_places(ids, targets) and _is_causal(reference, called, name, along=1):
+    if _are_in_other_places(ids, targets) and _is_causal(reference, micro_batch, name, along=1):
         verdict.wrong.append(
-            f"the labels are the next tokens, but of other positions: they are in another order, or of other rows ({where})"
+            f"the labels are the next tokens, but of other positions: they are in another order, or of other rows ({place})"
         )
         return
-    mask = _mask(called, name)
+    mask = _mask(micro_batch, name)
     if mask:
-        trained = int(((targets >= 0) & _only_padding(called.tensors[mask])).sum())
+        trained = int(((targets >= 0) & _only_padding(micro_batch.tensors[mask])).sum())
         if trained:
             verdict.wrong.append(
-                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({where})"
+                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({place})"
             )
 
 
-def _judge_padding(verdict: StepVerdict, called: Called, ids: str) -> None:
-    """Where the loop makes a loss of its own, whatever it is, no gradient arrives at what the model returned for padding."""
-    mask = _mask(called, ids)
+def _judge_padding(verdict: StepVerdict, micro_batch: Called, ids: str) -> None:
+    """Judge whether the loop's own loss, whatever it is, sends a gradient to what the model returned for padding.
+
+    `ids` is the name of the input with the tokens.
+    """
+    mask = _mask(micro_batch, ids)
     if not mask:
         return
-    padding = _only_padding(called.tensors[mask])
-    for name, gradient in called.arrived.items():
+    padding = _only_padding(micro_batch.tensors[mask])
+    for name, gradient in micro_batch.arrived.items():
         if gradient.shape[:2] == padding.shape and gradient[padding].any():
             verdict.wrong.append(
-                f"the loss depends on returned.{name} at padding, which {mask} leaves out (in micro batch {called.number} of rank {called.ranks[0]})"
+                f"the loss depends on returned.{name} at padding, which {mask} leaves out (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
             )
             return
 
 
 def _only_padding(mask: torch.Tensor) -> torch.Tensor:
-    """Where no token is and none follows: the last place of padding on the left may give the first token."""
+    """Return where there is padding that no token follows.
+
+    The last place of padding on the left may give the first token.
+    """
     padding = mask == 0
     return padding & torch.cat([padding[:, 1:], padding[:, -1:]], 1)
 
 
-def _mask(called: Called, name: str) -> str:
-    """The input that says what is padding among the tokens `name`: attention_mask, or another one that leaves out one token alone; "" if none does.
+def _mask(micro_batch: Called, name: str) -> str:
+    """Return the name of the input that says what is padding among the tokens of the input `name`; "" if none does.
 
-    The mask of an encoder says nothing of a decoder's tokens.
+    That is attention_mask, or another one that leaves out a single token id. The mask of an encoder says nothing of a
+    decoder's tokens.
     """
-    ids, of_decoder = called.tensors[name], name.startswith(DECODER)
+    ids, is_of_decoder = micro_batch.tensors[name], name.startswith(DECODER)
     masks = [
-        name
-        for name, one in called.tensors.items()
-        if "mask" in name and one.shape == ids.shape and name.startswith(DECODER) == of_decoder
+        key
+        for key, tensor in micro_batch.tensors.items()
+        if "mask" in key and tensor.shape == ids.shape and key.startswith(DECODER) == is_of_decoder
     ]
     if "attention_mask" in masks:
         return "attention_mask"
-    return next((name for name in masks if len(ids[called.tensors[name] == 0].unique()) == 1), "")
+    return next((mask for mask in masks if len(ids[micro_batch.tensors[mask] == 0].unique()) == 1), "")
 
 
 def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
-    """Whether every target is the token so many places ahead."""
+    """Whether there are targets, and each is the token that is `ahead` places later."""
     targets = targets[:, : targets.shape[1] - ahead]
-    counted = targets >= 0
-    return bool(counted.any()) and torch.equal(targets[counted], ids[:, ahead:][counted].long())
+    is_counted = targets >= 0
+    return bool(is_counted.any()) and torch.equal(targets[is_counted], ids[:, ahead:][is_counted].long())
 
 
 def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether the targets are the tokens after the first of each row, but in other places. The last of a row is not among these."""
-    counted, after = targets[targets >= 0].tolist(), ids[:, 1:]
-    missing = (Counter(counted) - Counter(after.flatten().tolist())).total()
+    """Whether the targets are the tokens after the first of each row, but in other places.
+
+    The last of a row is not among these.
+    """
+    counted, following = targets[targets >= 0].tolist(), ids[:, 1:]
+    missing = (Counter(counted) - Counter(following.flatten().tolist())).total()
     kinds = len({*counted})
     # By chance, about sqrt(tokens x kinds) are missing.
     if kinds < MANY or len(ids) > math.sqrt(len(counted) * kinds) / 4 or missing > len(ids):
         return False
     length = ids.shape[1]
-    places = torch.arange(length)
+    positions = torch.arange(length)
     # A task of its own: to give again what was a few places before
     for ahead in range(1 - length, 0):
-        there = ((places + ahead >= 0) & (places + ahead < length)).expand_as(ids) & (targets >= 0)
-        moved = ids.roll(-ahead, 1)
-        most = 2 * int(there.sum()) > len(counted)
-        if most and torch.equal(targets[there], moved[there].long()):
+        has_source = ((positions + ahead >= 0) & (positions + ahead < length)).expand_as(ids) & (targets >= 0)
+        sources = ids.roll(-ahead, 1)
+        are_most = 2 * int(has_source.sum()) > len(counted)
+        if are_most and torch.equal(targets[has_source], sources[has_source].long()):
             return False
-    return 2 * int((targets[:, :-1] == after).sum()) < len(counted)
+    return 2 * int((targets[:, :-1] == following).sum()) < len(counted)
 
 
-def _judge_sight(
+def _judge_leaks(
     verdict: StepVerdict,
     reference: Reference,
-    called: Called,
+    micro_batch: Called,
     ids: str,
     targets: torch.Tensor | None,
     tried: set[str],
 ) -> None:
-    """Changes tokens that logits must not depend on, and looks whether these change. Each trial is done for one micro batch."""
-    tokens = called.tensors[ids]
-    trials = {name: trial for name, trial in _trials(called, tokens, targets).items() if name not in tried}
+    """Change tokens that logits must not depend on, and judge whether the logits change.
+
+    `ids` is the name of the input with the tokens. Each trial is done for one micro batch: `tried` has the names of those
+    that were done, and gets those of this micro batch.
+    """
+    tokens = micro_batch.tensors[ids]
+    trials = {
+        name: trial for name, trial in _trials(micro_batch, tokens, targets).items() if name not in tried
+    }
     if not trials:
         return
     tried.update(trials)
-    right = reference.logits(called)
-    if right is None or right.shape[:-1] != tokens.shape:  # such as of a classifier
+    original = reference.logits(micro_batch)
+    if original is None or original.shape[:-1] != tokens.shape:  # such as of a classifier
         return
-    for changed, looked_at, what in trials.values():
-        change = _change(reference, called, ids, right, changed)
+    for changed, looked_at, message in trials.values():
+        change = _change(reference, micro_batch, ids, original, changed)
         if change is None:
             return
-        off = change[looked_at]
-        if (off > SEEN * right.abs().max()).any():
+        unwanted = change[looked_at]
+        if (unwanted > SEEN * original.abs().max()).any():
             verdict.wrong.append(
-                f"{what} (in micro batch {called.number} of rank {called.ranks[0]}; by up to {float(off.max()):.2g})"
+                f"{message} (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]}; by up to {float(unwanted.max()):.2g})"
             )
             return
 
 
 def _change(
-    reference: Reference, called: Called, ids: str, right: torch.Tensor, changed: torch.Tensor
+    reference: Reference, micro_batch: Called, ids: str, original: torch.Tensor, changed: torch.Tensor
 ) -> torch.Tensor | None:
-    """By how much each logit changes from `right` with other tokens at the places that are `changed`.
+    """Return by how much each logit changes from `original` with other tokens at the places that are `changed`.
 
-    None for a model that cannot be called with them, such as one in which as many tokens stand for an image as it has parts.
+    None for a model that cannot be called with them, such as one in which an image has a token for each of its parts.
     """
-    other = torch.where(changed, (called.tensors[ids] + 1) % right.shape[-1], called.tensors[ids])
+    tokens = torch.where(
+        changed, (micro_batch.tensors[ids] + 1) % original.shape[-1], micro_batch.tensors[ids]
+    )
     with contextlib.suppress(Exception):
-        logits = reference.logits(replace(called, tensors={**called.tensors, ids: other}))
-        return None if logits is None else (logits - right).abs()
+        logits = reference.logits(replace(micro_batch, tensors={**micro_batch.tensors, ids: tokens}))
+        return None if logits is None else (logits - original).abs()
     return None
 
 
-def _is_causal(reference: Reference, called: Called, name: str, along: int) -> bool:
-    """Whether the logits of the first half along a dim depend on no token of the second. Not known of a model that takes no other tokens."""
-    ids, right = called.tensors[name], reference.logits(called)
-    if right is None:
+def _is_causal(reference: Reference, micro_batch: Called, name: str, along: int) -> bool:
+    """Whether the logits of the first half along a dim depend on no token of the second.
+
+    False if it is not known, as of a model that takes no other tokens. `name` is that of the input with the tokens.
+    """
+    ids, original = micro_batch.tensors[name], reference.logits(micro_batch)
+    if original is None:
         return False
     later = (torch.arange(ids.shape[along]) >= ids.shape[along] // 2).unsqueeze(1 - along).expand_as(ids)
-    change = _change(reference, called, name, right, later)
+    change = _change(reference, micro_batch, name, original, later)
     if change is None:
         return False
-    off = change.view(*ids.shape, -1)[~later]
-    return not (off > SEEN * right.abs().max()).any()
+    unwanted = change.view(*ids.shape, -1)[~later]
+    return not (unwanted > SEEN * original.abs().max()).any()
 
 
 def _trials(
-    called: Called, tokens: torch.Tensor, targets: torch.Tensor | None
+    micro_batch: Called, tokens: torch.Tensor, targets: torch.Tensor | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, str]]:
-    """Name -> (which tokens are changed, where logits are looked at, what is wrong if these change)."""
-    mask = called.tensors.get("attention_mask")
+    """Return trials by name: (which tokens are changed, where logits are looked at, what is wrong if they change)."""
+    mask = micro_batch.tensors.get("attention_mask")
     nowhere = torch.zeros_like(tokens, dtype=torch.bool)
     masked = mask == 0 if mask is not None and mask.shape == tokens.shape else nowhere
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    found = {}
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    trials = {}
     if masked.any() and not masked.all():
-        what = "the attention mask is not obeyed: logits depend on tokens that it leaves out"
-        found["mask"] = (masked, ~masked, what)
-    for name, first in _second_documents(called, masked).items():
-        how = "restart" if name == "position_ids" else "change"
-        row = int((first > 0).nonzero()[0])
-        what = f"documents that are packed in a row see each other: logits behind position {int(first[row])}, where {name} {how}, depend on tokens before it"
-        later = (places >= first[:, None]) & (first[:, None] > 0)
-        found["documents"] = (places < first[:, None], later & ~masked, what)
+        message = "the attention mask is not obeyed: logits depend on tokens that it leaves out"
+        trials["mask"] = (masked, ~masked, message)
+    for name, begins in _second_documents(micro_batch, masked).items():
+        verb = "restart" if name == "position_ids" else "change"
+        row = int((begins > 0).nonzero()[0])
+        message = f"documents that are packed in a row see each other: logits behind position {int(begins[row])}, where {name} {verb}, depend on tokens before it"
+        later = (positions >= begins[:, None]) & (begins[:, None] > 0)
+        trials["documents"] = (positions < begins[:, None], later & ~masked, message)
     if targets is not None and _is_ahead(tokens, targets, 1):
-        place = int((targets >= 0).nonzero()[:, 1].median())
-        what = f"the logits depend on the tokens that they must give: those up to position {place} on later tokens"
-        found["later"] = (places > place, (places <= place) & (targets >= 0), what)
-    return found
+        position = int((targets >= 0).nonzero()[:, 1].median())
+        message = f"the logits depend on the tokens that they must give: those up to position {position} on later tokens"
+        trials["later"] = (positions > position, (positions <= position) & (targets >= 0), message)
+    return trials
 
 
-def _second_documents(called: Called, masked: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The position of each row at which its second document begins, 0 if it has one alone, by the input that says so, if it says it."""
-    found = {}
-    for name, one in called.tensors.items():
-        if one.shape != masked.shape or one.is_floating_point():
+def _second_documents(micro_batch: Called, masked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return where the second document of each row begins, by the name of an input that says so; 0 in a row of one."""
+    documents = {}
+    for name, tensor in micro_batch.tensors.items():
+        if tensor.shape != masked.shape or tensor.is_floating_point():
             continue
         if name == "position_ids":
-            begins = (one[:, 1:] == 0) & (one[:, :-1] > 0)
+            is_first = (tensor[:, 1:] == 0) & (tensor[:, :-1] > 0)
         elif "doc" in name:
-            begins = one[:, 1:] != one[:, :-1]
+            is_first = tensor[:, 1:] != tensor[:, :-1]
         else:
             continue
-        begins &= ~masked[:, 1:] & ~masked[:, :-1]
-        if begins.any():
-            found[name] = torch.where(begins.any(1), begins.long().argmax(1) + 1, 0)
-    return found
+        is_first &= ~masked[:, 1:] & ~masked[:, :-1]
+        if is_first.any():
+            documents[name] = torch.where(is_first.any(1), is_first.long().argmax(1) + 1, 0)
+    return documents

@@ -7,18 +7,24 @@ from lockstep.verdict.mean_over import ALIKE
 
 
 def is_mean(called: Called) -> bool:
-    """Whether the gradient at log-probabilities is that of a mean over all tokens, as in the loss that the model returns."""
-    tokens = called.arrived[LOG_PROBS][_shifted_labels(called) != IGNORED[0]].double()
-    return bool((tokens < 0).all()) and float(tokens.min()) > (1 + ALIKE) * float(tokens.max())
+    """Whether the gradient at log-probabilities is that of a mean over all tokens.
+
+    The loss that the model returns is such a mean.
+    """
+    gradient = called.arrived[LOG_PROBS][_shifted_labels(called) != IGNORED[0]].double()
+    return bool((gradient < 0).all()) and float(gradient.min()) > (1 + ALIKE) * float(gradient.max())
 
 
-def _shifted_labels(called: Called) -> torch.Tensor:
-    shifted = called.tensors.get("shift_labels")
-    return called.tensors["labels"][:, 1:] if shifted is None else shifted
+def _shifted_labels(micro_batch: Called) -> torch.Tensor:
+    shifted = micro_batch.tensors.get("shift_labels")
+    return micro_batch.tensors["labels"][:, 1:] if shifted is None else shifted
 
 
 def log_probs(called: Called, logits: torch.Tensor) -> torch.Tensor:
-    """Those of the labels, zero where there is none: what a model of TRL returns in the place of logits."""
+    """Return the log-probabilities of the labels, zero where there is none.
+
+    A model of TRL returns these in the place of logits.
+    """
     labels = _shifted_labels(called)
     logits = logits[:, : labels.shape[1]].transpose(1, 2)
     return -torch.nn.functional.cross_entropy(logits, labels, reduction="none")

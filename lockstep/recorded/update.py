@@ -1,4 +1,7 @@
-"""The updates of a recorded step: which parameters the optimizers hold, what moved, and each against the same optimizer's in float64."""
+"""The updates of a recorded step: which parameters the optimizers hold, what moved, and how far each update is off.
+
+Each update is judged against that of the same optimizer in float64.
+"""
 
 import functools
 import math
@@ -30,9 +33,10 @@ from lockstep.verdict.rows import StepVerdict, Wrong
 def judge(
     recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights, *, streamed: bool
 ) -> None:
-    """Adds rows and sentences to the verdict. `weights` are those before the step, whole, `gradients` as the optimizers were given them.
+    """Add rows and sentences to the verdict.
 
-    `streamed`: memory does not hold a whole model.
+    `weights` are those before the step, whole; `gradients` are as the optimizers were given them. `streamed`: memory
+    does not hold a whole model.
     """
     step = verdict.step
     optimizers = list(_optimizers(recording, step))
@@ -44,8 +48,8 @@ def judge(
             f"the optimizer steps {again + 1} times with one gradient: optimizer.step() is called again before the next micro batch"
         )
         return
-    times = Counter(recording.steps[step - 1][0].held) | Counter(recording.holders(step).keys())
-    held, held_twice = set(times), sorted(name for name, number in times.items() if number > 1)
+    counts = Counter(recording.steps[step - 1][0].held) | Counter(recording.holders(step).keys())
+    held, held_twice = set(counts), sorted(name for name, count in counts.items() if count > 1)
     if held_twice:
         verdict.wrong.append(f"{and_more(held_twice)} is held twice by optimizers, so it is updated twice")
     frozen = set(recording.steps[step - 1][0].frozen)
@@ -57,9 +61,9 @@ def judge(
     elif not optimizers[0].is_of_deepspeed:
         _judge_others(recording, verdict)
     moved = {name for name in weights if not torch.equal(updated[name], weights[name])}
-    still = sorted(name for name in (held & gradients.keys()) - moved if bool(gradients[name].any()))
-    if still:
-        verdict.notes.append(f"the update did not change {and_more(still)}, which has a gradient")
+    unmoved = sorted(name for name in (held & gradients.keys()) - moved if bool(gradients[name].any()))
+    if unmoved:
+        verdict.notes.append(f"the update did not change {and_more(unmoved)}, which has a gradient")
     if moved & frozen:
         verdict.wrong.append(
             f"{and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
@@ -81,15 +85,16 @@ def _are_of_copies(
     unheld: list[str],
     strangers: int,
 ) -> bool:
-    """Whether the optimizer, which does not hold these weights, updates copies of them, which cannot be judged; else it is said that none holds them.
+    """Whether the optimizer updates copies of the weights that it does not hold. Such an update cannot be judged.
 
-    `strangers` are how many tensors it holds that are none of the model's.
+    If it does not, a sentence says that no optimizer holds these weights. `unheld` are their names. `strangers` is
+    how many tensors the optimizer holds that are none of the model's.
     """
-    # What a step's copies give is seen when the next one begins.
+    # What the update of the copies gives is seen when the next step begins.
     later = recording.steps[verdict.step : verdict.step + 1]
-    given = {name for ranks in later or recording.steps for one in ranks.values() for name in one.changed}
+    given = {name for step in later or recording.steps for record in step.values() for name in record.changed}
     largest = _largest_change(recording, given)
-    left = [
+    unchanged = [
         name
         for name in unheld
         if (later or not given)
@@ -97,54 +102,59 @@ def _are_of_copies(
         and bool(gradients[name].any())
         and not _is_rounded_away(weights[name], largest)
     ]
-    if strangers and 0 < 2 * len(left) < len(unheld):
+    if strangers and 0 < 2 * len(unchanged) < len(unheld):
         verdict.wrong.append(
-            f"{and_more(left)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
+            f"{and_more(unchanged)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
         )
         return True
-    if strangers and not left:
+    if strangers and not unchanged:
         verdict.leave(
             "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
         )
         return True
-    stale = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
-    said = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
-    verdict.wrong.append(Wrong(said, stale if strangers else ""))
+    why = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
+    message = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
+    verdict.wrong.append(Wrong(message, why if strangers else ""))
     return False
 
 
 def _optimizers(recording: Recording, step: int) -> Iterator[Optimizer]:
-    """Those of rank 0, then of the others with the parameters that no rank before holds."""
+    """Yield the optimizers of rank 0, then those of each other rank with the parameters that no rank before holds."""
     known: set[str] = set()
-    for rank, one in recording.steps[step - 1].items():
-        for optimizer in one.stepping:
+    for rank, record in recording.steps[step - 1].items():
+        for optimizer in record.stepping:
             groups = [
                 {**group, "params": [name for name in group["params"] if name and name not in known]}
                 for group in optimizer.groups
             ]
             if rank == 0 or any(group["params"] for group in groups):
                 yield optimizer.model_copy(update={"groups": groups})
-        known |= set(one.held)
+        known |= set(record.held)
 
 
 def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
-    """Parameters beside the model's that its optimizers hold: replicas have one gradient. No more is known of them."""
-    ranks = list(recording.steps[verdict.step - 1].values())
-    strangers = sum(one.strangers for one in ranks[0].optimizers)
+    """Judge parameters that the model's optimizers hold and that are not the model's: replicas have one gradient.
+
+    No more is known of them.
+    """
+    records = list(recording.steps[verdict.step - 1].values())
+    strangers = sum(optimizer.strangers for optimizer in records[0].optimizers)
     if strangers:
         verdict.leave(
             f"tensors that the optimizers hold and that are none of the model's are not judged: {strangers}"
         )
-    held = [
-        [pair for one in rank.optimizers for pair in one.replicas] + rank.other_replicas for rank in ranks
+    # For each rank, hashes of (weights, gradient) of each parameter
+    hashes = [
+        [pair for optimizer in record.optimizers for pair in optimizer.replicas] + record.other_replicas
+        for record in records
     ]
-    alike = [*zip(*held, strict=False)]
+    parameters = [*zip(*hashes, strict=False)]
     # Else each rank has a model of its own, in which a bias of 0 may be alike by chance.
-    are_replicas = all(len({weights for weights, _ in of_ranks}) == 1 for of_ranks in alike)
-    for of_ranks in alike if are_replicas else ():
+    are_replicas = all(len({weights for weights, _ in of_ranks}) == 1 for of_ranks in parameters)
+    for of_ranks in parameters if are_replicas else ():
         if len({gradient for _, gradient in of_ranks}) > 1:
-            # Before the clipping that it makes differ
-            place = len(verdict.wrong) if any(NOT_REDUCED in one for one in verdict.wrong) else 0
+            # Before what is said of clipping, which differs because of this
+            place = len(verdict.wrong) if any(NOT_REDUCED in sentence for sentence in verdict.wrong) else 0
             verdict.wrong.insert(
                 place,
                 "the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks, and has another gradient on each: "
@@ -154,14 +164,17 @@ def _judge_others(recording: Recording, verdict: StepVerdict) -> None:
 
 
 def _largest_change(recording: Recording, given: set[str]) -> float:
-    """Of the weights that were given other values between the first two steps, but for what rounding them may have added; infinite if none was."""
-    found = []
+    """Return the largest change of a weight between the first two steps; infinite if none was given other values.
+
+    What rounding may have added to a change does not count. `given` has the names of tensors that were given other values.
+    """
+    changes = []
     for name in given:
         if name.startswith("weight/"):
             before, after = (recording.whole(step, name)[0] for step in (1, 2))
             rounding = torch.finfo(before.dtype).eps / 2 * before.abs()
-            found.append(float(((after - before).abs() - rounding).max()))
-    return max(found, default=math.inf)
+            changes.append(float(((after - before).abs() - rounding).max()))
+    return max(changes, default=math.inf)
 
 
 def _is_rounded_away(weight: torch.Tensor, change: float) -> bool:
@@ -170,17 +183,17 @@ def _is_rounded_away(weight: torch.Tensor, change: float) -> bool:
 
 
 def _judge_settings(recording: Recording, verdict: StepVerdict) -> None:
-    """Ranks that update the same parameters do so alike."""
+    """Judge whether ranks that update the same parameters have the same settings."""
     for optimizers in zip(
-        *(one.optimizers for one in recording.steps[verdict.step - 1].values()), strict=False
+        *(record.optimizers for record in recording.steps[verdict.step - 1].values()), strict=False
     ):
-        for groups in zip(*(one.groups for one in optimizers), strict=False):
-            differ = [
-                key for key in sorted(groups[0]) if any(one.get(key) != groups[0][key] for one in groups)
+        for groups in zip(*(optimizer.groups for optimizer in optimizers), strict=False):
+            differing = [
+                key for key in sorted(groups[0]) if any(group.get(key) != groups[0][key] for group in groups)
             ]
-            if differ and "params" not in differ:
-                values = ", ".join(str(one.get(differ[0])) for one in groups)
-                verdict.wrong.append(f"the optimizer's {differ[0]} differs between ranks: {values}")
+            if differing and "params" not in differing:
+                values = ", ".join(str(group.get(differing[0])) for group in groups)
+                verdict.wrong.append(f"the optimizer's {differing[0]} differs between ranks: {values}")
                 return
 
 
@@ -193,54 +206,60 @@ def _judge_optimizer(
     updated: Weights,
     streamed: bool,
 ) -> None:
-    name = optimizer.kind.partition(":")[2]
-    own = [one for group in optimizer.groups for one in group["params"] if one in gradients]
+    class_name = optimizer.kind.partition(":")[2]
+    names = [name for group in optimizer.groups for name in group["params"] if name in gradients]
     try:
         replay = Replay(
             recording, verdict.step, optimizer, weights, gradients, _clipped_later(recording, verdict.step)
         )
         updates = _Updates(recording, verdict.step, replay, updated)
-        found = updates.judge(own, streamed)
+        judgements = updates.judge(names, streamed)
     except CannotStep as error:
-        said = f"the update of {name} is not judged: {error}"
-        if said not in verdict.unseen:  # of another rank's share
-            verdict.leave(said)
+        message = f"the update of {class_name} is not judged: {error}"
+        # It may have been said of another rank's shard.
+        if message not in verdict.unseen:
+            verdict.leave(message)
         return
     if updates.odd:
         verdict.wrong.append(
-            f"what {name} keeps has another dtype than in one process: {and_more(sorted(updates.odd))}"
+            f"what {class_name} keeps has another dtype than in one process: {and_more(sorted(updates.odd))}"
         )
-    for what, of_updates in (("of what the optimizer keeps", False), ("updates", True)):
-        rows = [row for row in found if (row.kind == "update") is of_updates]
+    for what, is_update in (("of what the optimizer keeps", False), ("updates", True)):
+        rows = [row for row in judgements if (row.kind == "update") is is_update]
         verdict.rows += rows
         wrong = [row for row in rows if row.too_far]
         if wrong:
             worst = max(wrong, key=lambda row: row.multiple)
-            off, allowed = (
-                relative(one, worst.distance.change) for one in (worst.distance.error, worst.tolerated)
+            off, tolerated = (
+                relative(norm, worst.distance.change) for norm in (worst.distance.error, worst.tolerated)
             )
-            said = f"{len(wrong)} of {len(rows)} {what} are not {name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
+            message = f"{len(wrong)} of {len(rows)} {what} are not {class_name}'s with its recorded settings, most of all {worst.name.removeprefix('update/')}: "
             verdict.wrong.append(
-                Wrong(f"{said}off by {off:.1e} of the change, tolerated {allowed:.1e}{worst.times}")
+                Wrong(f"{message}off by {off:.1e} of the change, tolerated {tolerated:.1e}{worst.times}")
             )
 
 
 class _Updates:
-    """What an optimizer made of parameters in a step, and what it then keeps of them, if the next step was recorded, too: that begins with it."""
+    """What an optimizer made of parameters in a step, and its state afterwards.
+
+    The state is known if the next step, which begins with it, was recorded, too.
+    """
 
     def __init__(self, recording: Recording, step: int, replay: Replay, updated: Weights):
         self.recording, self.step, self.replay, self.updated = recording, step, replay, updated
-        self.odd: set[str] = set()  # what is kept in another dtype than the class makes
+        self.odd: set[str] = set()  # state in another dtype than the optimizer's class makes
+        # Names of the recorded state before and after the update
         self.before, self.after = (
             set(recording.names(number, "state")) if number <= len(recording.steps) else set()
             for number in (step, step + 1)
         )
 
     def judge(self, names: list[str], streamed: bool) -> list[Judgement]:
-        """One parameter at a time, which takes little memory, and suffices for torch's classes.
+        """Return rows of the updates of these parameters. Raises CannotStep.
 
-        If that is too far, or fails, the update may need the others, as a norm of all does: then all at once. `streamed`: memory does not
-        hold them. Raises CannotStep.
+        Each parameter is stepped alone, which takes little memory, and suffices for torch's classes. If that is too
+        far, or fails, the update may need the others, as a norm of all does: then all are stepped at once.
+        `streamed`: memory does not hold them.
         """
         rows: list[Judgement] = []
         try:
@@ -258,14 +277,18 @@ class _Updates:
         return self._judge(names)
 
     def _judge(self, names: list[str]) -> list[Judgement]:
-        """Where a step has signs in it, rounding errors may turn one: it may do what it does for gradients and state that are off by them."""
-        exact, near = (self.replay.step(names, exact=one) for one in (True, False))
+        """Return rows of the updates of parameters that are stepped together.
+
+        Where a step takes signs, rounding errors may change one. So the update may also be that of gradients and
+        state that are off by rounding errors.
+        """
+        exact, near = (self.replay.step(names, exact=is_exact) for is_exact in (True, False))
         rows = self._rows(names, [exact], near)
         if not any(row.too_far for row in rows):
             return rows
-        kept = [one for name in names for one in (near.parameters[name], *near.state(name).values())]
+        tensors = [tensor for name in names for tensor in (near.parameters[name], *near.state(name).values())]
         moved = UPDATE_OF_CHANGE * max(
-            torch.finfo(one.dtype).eps / 2 for one in kept if one.is_floating_point()
+            torch.finfo(tensor.dtype).eps / 2 for tensor in tensors if tensor.is_floating_point()
         )
         others = [self.replay.step(names, exact=True, moved=by) for by in (moved, -moved)]
         return self._rows(names, [exact, *others], near)
@@ -273,16 +296,16 @@ class _Updates:
     def _rows(self, names: list[str], exact: list[Stepped], near: Stepped) -> list[Judgement]:
         rows = []
         for name in names:
-            states = [one.state(name) for one in exact]
-            values = [one.parameters[name].detach() for one in exact]
+            states = [stepped.state(name) for stepped in exact]
+            values = [stepped.parameters[name].detach() for stepped in exact]
             own, weight, plain = self.updated[name], self.replay.weights[name], near.parameters[name].detach()
-            if not all(math.isfinite(float(one.sum())) for one in values) and bool(own.isfinite().all()):
+            if not all(math.isfinite(float(w.sum())) for w in values) and bool(own.isfinite().all()):
                 raise CannotStep("in float64, its step gives numbers that are not finite")
-            of_powers = self._error_of_powers(exact[0], name)
-            rows.append(_row(self.step, f"update/{name}", own, weight, values, plain, of_powers))
+            error_of_powers = self._error_of_powers(exact[0], name)
+            rows.append(_row(self.step, f"update/{name}", own, weight, values, plain, error_of_powers))
             for key, plain in near.state(name).items():
-                known = f"{key}/{name}" in self.after and key in states[0]
-                if not known or not plain.is_floating_point() or not plain.ndim:
+                is_known = f"{key}/{name}" in self.after and key in states[0]
+                if not is_known or not plain.is_floating_point() or not plain.ndim:
                     continue
                 own = self.recording.whole(self.step + 1, f"state/{key}/{name}")[0]
                 if own.dtype is not plain.dtype:
@@ -293,16 +316,19 @@ class _Updates:
                 if f"{key}/{name}" in self.before:
                     before = self.recording.whole(self.step, f"state/{key}/{name}")[0]
                 rows.append(
-                    _row(self.step, f"{key}/{name}", own, before, [one[key] for one in states], plain)
+                    _row(self.step, f"{key}/{name}", own, before, [state[key] for state in states], plain)
                 )
         return rows
 
     def _error_of_powers(self, stepped: Stepped, name: str) -> float:
-        """Of tensors, they are taken in float32."""
+        """Return the relative error of a parameter's change where the powers of betas are in float32, else 0.
+
+        Powers of tensors are taken in float32.
+        """
         optimizer, settings, state = self.replay.optimizer, stepped.settings(name), stepped.state(name)
-        of_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
-        if "betas" in settings and "step" in state and (self.replay.in_float32 or of_tensors):
-            return _error_of_powers(settings, state, 2 * of_tensors)
+        powers_are_tensors = optimizer.compiled or any(group.get("capturable") for group in optimizer.groups)
+        if "betas" in settings and "step" in state and (self.replay.in_float32 or powers_are_tensors):
+            return _error_of_powers(settings, state, 2 * powers_are_tensors)
         return 0.0
 
 
@@ -315,47 +341,52 @@ def _row(
     near: torch.Tensor,
     more: float = 0.0,
 ) -> Judgement:
-    """What was updated, against the same update in float64. In the run's own dtype, it is the yardstick.
+    """Return the row of an updated tensor: `own` against the first of `exact`, the same update in float64.
 
-    Where the first of `exact` and others go in different directions, it may be anything between them. `more` is tolerated of the change.
+    `near`, the same update in the run's own dtype, is the yardstick. `before` is the tensor before the update. Where the
+    first of `exact` and the others go in different directions, `own` may be anything between them. `more` is tolerated of
+    the change.
     """
     if len(exact) == 1:
-        found, yardstick = distances_of([own, near], exact[0], before)
+        distance, yardstick = distances_of([own, near], exact[0], before)
     else:
-        found, yardstick = (
-            distances_of([one], _between(one, before, exact), before)[0] for one in (own, near)
+        distance, yardstick = (
+            distances_of([tensor], _between(tensor, before, exact), before)[0] for tensor in (own, near)
         )
     roundoff = torch.finfo(own.dtype).eps / 2
-    tolerated = own_update_tolerance(found, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
-        found.shown.times(more)
+    tolerated = own_update_tolerance(distance, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
+        distance.shown.times(more)
     )
-    row = Judgement(step, name, found, *tolerated)
+    row = Judgement(step, name, distance, *tolerated)
     if row.too_far:
         row.picture = draw(own, _between(own, before, exact), *tolerated)
     return row
 
 
 def _between(own: torch.Tensor, before: torch.Tensor, exact: list[torch.Tensor]) -> torch.Tensor:
-    """The reference of what was updated: the first of `exact`, or where these go in different directions, what is nearest between them."""
-    least, most = (functools.reduce(one, exact).double() for one in (torch.minimum, torch.maximum))
+    """Return the reference of what was updated: the first of `exact`.
+
+    Where these go in different directions from `before`, it is what is nearest to `own` between them.
+    """
+    least, most = (functools.reduce(extreme, exact).double() for extreme in (torch.minimum, torch.maximum))
     turns = (least < before) & (before < most)
     return exact[0].double().where(~turns, own.double().clamp(least, most))
 
 
 def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:
-    """The relative error of a change, where the powers of betas are in float32.
+    """Return the relative error of a change, where the powers of betas are in float32.
 
     DeepSpeed's Adams make them by multiplication, once a step. `more` is 2 where a beta is rounded before, and its power.
     """
-    times, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
+    steps, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
     first, second = (
-        (times - 1 + more) * roundoff * beta**times / (1 - beta**times)
+        (steps - 1 + more) * roundoff * beta**steps / (1 - beta**steps)
         for beta in map(float, options["betas"])
     )
     return first + second / 2
 
 
 def _clipped_later(recording: Recording, step: int) -> float:
-    """The factor of a clipping between the recorded gradients and the update, as DeepSpeed does it."""
+    """Return the factor of a clipping between the recorded gradients and the update, as DeepSpeed does it."""
     factors = [clip.factor for clip in recording.steps[step - 1][0].clips if clip.later]
     return math.prod(factors)
