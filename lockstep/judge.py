@@ -2,7 +2,8 @@
 
     python -m lockstep.judge runs/mine
 
-Writes report.md, report.json and report.html into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what cannot be judged; 3 an internal error.
+Writes report.md, report.json and report.html into the folder. Exit status: 0 PASS; 1 FAIL; 2 a usage error, or what
+cannot be judged; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -10,9 +11,9 @@ if __name__ == "__main__":
 
     from lockstep.ground import startup
 
-    # First: from now on Ctrl-C and a missing package are one line each
+    # First, so that Ctrl-C and a missing package give one line each
     startup.begin(startup.JUDGING)
-    # torch then asks for large pages: a third of the judge's time went into the faults of small ones.
+    # Let torch ask for large pages. A third of the judge's time went into page faults of small ones.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import argparse
@@ -94,33 +95,37 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _judge(recording: Recording, options: argparse.Namespace) -> int:
-    """The exit status."""
-    before = [Recording(options.after)] if options.after else []
-    other = Recording(options.against) if options.against else None
-    recording, steps = _judge_steps(recording, other, options)
-    run = recorded_run.judge(
-        [*before, recording],
+    """Judge a recording and write the reports. Return the exit status."""
+    earlier = [Recording(options.after)] if options.after else []
+    against = Recording(options.against) if options.against else None
+    recording, verdicts = _judge_steps(recording, against, options)
+    run_verdict = recorded_run.judge(
+        [*earlier, recording],
         with_replacement=options.with_replacement,
-        cut=steps[0].cut,
-        views=any(one.views for one in steps),
-        recorded=0 if before else len(steps),
+        cut=verdicts[0].cut,
+        views=any(verdict.views for verdict in verdicts),
+        recorded=0 if earlier else len(verdicts),
     )
     if isinstance(recording, CutByCode):
-        run.notes.append(
+        run_verdict.notes.append(
             f"the reference is the model of {options.against}, as one process cannot compute this run's own"
         )
-    if other is not None:
-        recorded_against.judge(run, recording, other, steps)
-    page.write(recording, steps, run)
-    return recorded_report.show(steps, run, options.folder)
+    if against is not None:
+        recorded_against.judge(run_verdict, recording, against, verdicts)
+    page.write(recording, verdicts, run_verdict)
+    return recorded_report.show(verdicts, run_verdict, options.folder)
 
 
 def _judge_steps(
-    recording: Recording, other: Recording | None, options: argparse.Namespace
+    recording: Recording, against: Recording | None, options: argparse.Namespace
 ) -> tuple[Recording, list[StepVerdict]]:
-    """The recording, as one of the `other` one's model if one process cannot compute its own, and the verdicts on its steps."""
+    """Return the recording and the verdicts on its steps.
+
+    If one process cannot compute the recording's own model, the model of `against` is the reference. The
+    recording that is returned is then a CutByCode.
+    """
     memory = None if options.memory is None else options.memory * 1e9
-    judge = functools.partial(
+    judge_steps = functools.partial(
         judging.judge,
         expect=options.expect,
         loss=options.loss,
@@ -128,21 +133,22 @@ def _judge_steps(
         workers=options.workers,
         ray=options.ray,
     )
-    if other is None or not is_cut(recording, other):
+    if against is None or not is_cut(recording, against):
         try:
-            return recording, judge(recording)
+            return recording, judge_steps(recording)
         except CannotComputeError:
-            if other is None:
+            if against is None:
                 raise
-    recording = CutByCode(recording.folder, other)
+    recording = CutByCode(recording.folder, against)
     try:
-        return recording, judge(recording)
+        return recording, judge_steps(recording)
     except CannotComputeError as error:
         raise UserError(
-            f"--against {other.folder}: one process cannot compute its model either: {error}"
+            f"--against {against.folder}: one process cannot compute its model either: {error}"
         ) from error
 
 
 if __name__ == "__main__":
-    processes.keep_memory()  # a quarter of the judge's time
+    # This saves a quarter of the judge's time.
+    processes.keep_memory()
     startup.end(main())

@@ -3,8 +3,9 @@
     python -m lockstep.record --output runs/mine train.py --my --args
     torchrun --nproc_per_node 4 -m lockstep.record --output runs/mine train.py --my --args
 
-The model is found by itself: the first one that is called in training mode. In a script of your own, `with lockstep.record(model, "runs/mine"):`
-around the loop does the same. `python -m lockstep.judge runs/mine` then judges it. Exit status: the script's own; 2 for a usage error.
+The command finds the model: the first one that is called in training mode. In a script of your own,
+`with lockstep.record(model, "runs/mine"):` around the loop does the same. `python -m lockstep.judge runs/mine` then
+judges the recording. Exit status: the script's own; 2 for a usage error.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         default=EVERY_MODULE,
         help="the modules whose outputs are recorded, such as 'model.layers.{0,13}.*'; '' for none (default: '%(default)s', all)",
     )
-    # What some launchers give to the program that they start, which is not the script here
+    # Some launchers give this option to the program that they start. Here, that program is not the script.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -57,65 +58,73 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--steps {options.steps}: give a number of at least 1")
         if not options.script.is_file():
             raise UserError(f"{options.script}: there is no such file; name the training script")
-        output = options.output.absolute()  # a script may change the folder
+        # The script may change the working folder.
+        output = options.output.absolute()
         if options.script.resolve().is_relative_to(output.resolve()):
             raise UserError(
                 f"--output {options.output}: the script is in this folder, and the judge runs no code of a recording's folder; name another one"
             )
         require_writable_folder(output, "--output")
-        of_launcher = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
-        arguments = [*of_launcher, *options.arguments]
+        launcher_arguments = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
+        arguments = [*launcher_arguments, *options.arguments]
         return _run(options.script, arguments, Finding(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 
 
 def _run(script: Path, arguments: list[str], finding: "Finding") -> int:
-    begun = time.time()
+    """Run a script as Python does, while `finding` looks for its model. Return the script's exit status.
+
+    Raises UserError if nothing was recorded.
+    """
+    start_time = time.time()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
     status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except UserError:
         raise
-    except Exception:  # noqa: BLE001 - of the script: the recorder's own end the recording alone
+    except Exception:  # noqa: BLE001 - the script's own: errors of the recorder end the recording alone
         show_exception()
         return 1
     finally:
         finding.stop()
     for process in multiprocessing.active_children() if finding.started else ():
+        # Python joins these, too, when it ends.
         if not process.daemon:
-            process.join()  # as Python does at its end
-    if finding.recorder is None and not (finding.started and _is_written_since(finding.output, begun)):
-        which = f"{script}, or a process that it started," if finding.started else str(script)
+            process.join()
+    if finding.recorder is None and not (finding.started and _is_written_since(finding.output, start_time)):
+        program = f"{script}, or a process that it started," if finding.started else str(script)
         raise UserError(
-            f"{which} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
+            f"{program} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
             if finding.in_evaluation
-            else f"{which} called no model in training mode, so nothing was recorded; name the script that trains"
+            else f"{program} called no model in training mode, so nothing was recorded; name the script that trains"
         )
     return status
 
 
-def _is_written_since(output: Path, begun: float) -> bool:
+def _is_written_since(output: Path, start_time: float) -> bool:
+    """Whether a recording was written into the folder after `start_time`, in seconds since the epoch."""
     path = output / "model.json"
-    return path.is_file() and path.stat().st_mtime >= begun
+    return path.is_file() and path.stat().st_mtime >= start_time
 
 
 def batch(**tensors: "torch.Tensor") -> None:
-    """Tensors that the loss needs and that the model is not called with, such as labels: of the micro batch that it is called with next.
+    """Record tensors that the loss needs and the model is not called with, such as labels.
 
-    They are recorded with it, for `python -m lockstep.judge --loss`. Without a recording this does nothing.
+    They belong to the micro batch that the model is called with next. `python -m lockstep.judge --loss` has them.
+    Without a recording this does nothing.
     """
     from lockstep.recorder.recorder import NOTED
 
     NOTED.update(tensors)
 
 
-class _Callable(types.ModuleType):
-    """`lockstep.record` is this file, and what a user calls."""
+class _CallableModule(types.ModuleType):
+    """The class of this module, so that `lockstep.record` is both the module and what a user calls."""
 
     def __call__(
         self,
@@ -124,9 +133,9 @@ class _Callable(types.ModuleType):
         steps: int | None = None,
         modules: str | None = None,
     ) -> Any:
-        """Record the first steps (default 2) of the loop inside of `with`, into a folder of its own.
+        """Record the first steps (default: 2) of the loop inside of `with`, into a folder of its own.
 
-        `modules` is a pattern of the names of modules whose outputs are recorded (default: all).
+        `modules` is a pattern of the names of the modules whose outputs are recorded (default: all).
         """
         from lockstep.recorder.recorder import EVERY_MODULE, STEPS, recording
 
@@ -135,7 +144,7 @@ class _Callable(types.ModuleType):
         )
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,7 @@
-"""What of torch is replaced while a run is recorded, where torch has no hook: clipping, GradScaler's methods, collectives."""
+"""Functions that are replaced while a run is recorded, because torch has no hooks for them.
+
+They are clipping, GradScaler's methods, collectives, torch.autograd.grad and os._exit.
+"""
 
 import functools
 import inspect
@@ -21,14 +24,14 @@ Undo = Callable[[], None]
 
 
 def replace(place: Any, name: str, own: Callable[..., Any]) -> Undo:
-    """Put `own` in the place of a function or a method."""
+    """Put `own` in the place of a function or a method. Return a function that undoes it."""
     real = getattr(place, name)
     setattr(place, name, own)
     return functools.partial(setattr, place, name, real)
 
 
 def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
-    """Let `see` be told of every call of a method. It is given arguments in their places, however they were said."""
+    """Call `see` before every call of a method, with its arguments. Those given by keyword become positional."""
     real = getattr(place, name)
     signature = inspect.signature(real)
 
@@ -40,15 +43,15 @@ def see_calls(place: Any, name: str, see: Callable[..., None]) -> Undo:
 
 
 def see_exit(see: Callable[[], None]) -> Undo:
-    """Let `see` be told before the main thread ends this process by os._exit, which leaves all that waits for the end undone.
+    """Call `see` before the main thread ends this process by os._exit, which runs no exit handlers.
 
-    Training scripts end so where a thread of gloo may abort the interpreter while it shuts down.
+    Some training scripts end this way: a thread of gloo may abort the interpreter while it shuts down.
     """
-    real, process = os._exit, os.getpid()
+    real, process_id = os._exit, os.getpid()
 
     def leave(status: int) -> None:
         try:
-            if os.getpid() == process and threading.current_thread() is threading.main_thread():
+            if os.getpid() == process_id and threading.current_thread() is threading.main_thread():
                 see()
         finally:
             real(status)
@@ -59,21 +62,23 @@ def see_exit(see: Callable[[], None]) -> Undo:
 def see_clipping(
     model: torch.nn.Module, see: Callable[[list[torch.Tensor], float, float, float], None]
 ) -> list[Undo]:
-    """Let `see` be told of (parameters, largest norm, norm, factor) where some of the model's are clipped.
+    """Call `see` with (parameters, largest norm, norm, factor) before gradients of the model are clipped.
 
-    torch.nn.utils.clip_grad_norm_ calls this function of its file, under whatever name it was imported itself.
+    The function that is replaced is the one that torch.nn.utils.clip_grad_norm_ calls. So it does not matter
+    under which name a script imported that.
     """
     module: Any = torch.nn.utils.clip_grad
     real = module._clip_grads_with_norm_
 
     def noted(parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        own = {id(one) for one in wrapped.named_parameters(model).values()}
-        if any(id(one) in own for one in parameters):  # else another model's
+        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+        model_ids = {id(parameter) for parameter in wrapped.named_parameters(model).values()}
+        # Otherwise, the gradients are those of another model.
+        if any(id(parameter) in model_ids for parameter in parameters):
             # In the dtype of the norm, which may be bfloat16
-            factor = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
-            see(parameters, float(max_norm), float(whole), float(factor))
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            see(parameters, float(max_norm), float(norm), float(factor))
         return real(parameters, max_norm, total_norm, *rest, **options)
 
     return [
@@ -83,11 +88,12 @@ def see_clipping(
 
 
 def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> Undo:
-    """Let `see` be told of (parameters, bound) before gradients are clipped by value.
+    """Call `see` with (parameters, bound) before gradients are clipped by value.
 
-    Any file may have imported torch's function, under any name. So what that function wraps is replaced, and not a name.
+    A script may have imported torch's function under any name. So the function inside of it is replaced.
     """
-    (cell,) = torch.nn.utils.clip_grad_value_.__closure__  # type: ignore[misc] # of its _no_grad
+    # torch's function is a wrapper, _no_grad, which encloses the function that clips.
+    (cell,) = torch.nn.utils.clip_grad_value_.__closure__  # type: ignore[misc]
     real = cell.cell_contents
 
     def noted(parameters: Any, clip_value: float, *rest: Any, **options: Any) -> None:
@@ -99,7 +105,10 @@ def see_value_clipping(see: Callable[[list[torch.Tensor], float], None]) -> Undo
 
 
 def see_reductions(see: Callable[[int], None]) -> list[Undo]:
-    """Let `see` be told how many elements are given to collectives that reduce, by calls from Python, which DDP's own are not."""
+    """Call `see` with the number of elements in the largest argument of each collective that reduces.
+
+    DDP's own calls are not seen, as they are not made from Python.
+    """
 
     def watched(name: str) -> Undo:
         real = getattr(dist, name)
@@ -114,16 +123,21 @@ def see_reductions(see: Callable[[int], None]) -> list[Undo]:
     return [watched(name) for name in REDUCING]
 
 
-def _number_of_elements(given: Any) -> int:
-    return sum(one.numel() for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+def _number_of_elements(argument: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
 
 
-# Of each call of torch.autograd.grad that runs: what it gives the gradients of
+# For each call of torch.autograd.grad that is running: the tensors that it gives the gradients of
 ASKED: list[list[Any]] = []
 
 
 def see_asking() -> Undo:
-    """Lets ASKED tell of torch.autograd.grad, which a loop may ask for gradients such as those of each of its tasks."""
+    """Keep ASKED up to date.
+
+    A loop may ask torch.autograd.grad for gradients, such as those of each of its tasks.
+
+    Where the loop asks for the gradient at the copy of an output, it is given that at the output itself.
+    """
     real = torch.autograd.grad
 
     @functools.wraps(real)
@@ -131,7 +145,7 @@ def see_asking() -> Undo:
         inputs = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else [*inputs]
         ASKED.append(inputs)
         try:
-            return real(outputs, [original_of(one) for one in inputs], *arguments, **options)
+            return real(outputs, [original_of(tensor) for tensor in inputs], *arguments, **options)
         finally:
             ASKED.pop()
 
@@ -141,16 +155,19 @@ def see_asking() -> Undo:
 def see_skipped_steps(
     has_stepped: Callable[[], bool], skipped: Callable[[torch.optim.Optimizer], None]
 ) -> Undo:
-    """`skipped` is called with the optimizer after a step that a GradScaler skips, as gradients are not finite, unless another optimizer had stepped."""
+    """Call `skipped` with the optimizer after a GradScaler skips its step, as gradients are not finite.
+
+    It is not called if another optimizer had stepped before, as `has_stepped` says.
+    """
     real = torch.amp.GradScaler.step
 
     def step(scaler: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
-        others = has_stepped()
+        had_stepped = has_stepped()
         returned = real(scaler, optimizer, *rest, **options)
         if not scaler.is_enabled():
             return returned
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        if not others and any(float(one) for one in found):
+        found_infs = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        if not had_stepped and any(float(found_inf) for found_inf in found_infs):
             skipped(optimizer)
         return returned
 

@@ -1,4 +1,4 @@
-"""The process group of a judge: one of one process in the place of those of a run of one process, and none of several."""
+"""The process group of a judge: one of a single process if the run had a single process, otherwise none."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,17 +6,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-number = 0  # of the last group that was made: what a script was given of an earlier one is of no use
+# The number of the last group that was made. What a script got from an earlier group is of no use any more.
+number = 0
 
 
 class NoGroup:
-    """In the place of a process group, and of what a script makes of one: a judge has none of several processes."""
+    """Stands for a process group of several processes, and for what a script makes of one: a judge has none."""
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError("the judge has no process group")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which Python and torch look for in any object
+        # Python and torch look for such names in any object.
+        if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse()
 
@@ -28,13 +30,16 @@ def is_group(value: Any) -> bool:
 
 
 def group() -> Any:
-    """In the place of a recorded process group."""
+    """Return what stands for a recorded process group."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else NoGroup()
 
 
 @contextlib.contextmanager
 def of_one(*, needed: bool) -> Iterator[None]:
-    """A process group of this process alone, in which a collective changes nothing, where the recorded model may ask for one."""
+    """Make a process group of this process alone, if the recorded model may ask for one.
+
+    A collective in it changes nothing.
+    """
     if not needed or not dist.is_available() or dist.is_initialized():
         yield
         return

@@ -1,4 +1,7 @@
-"""Linear layers of bitsandbytes with frozen weights of 4 bits, as QLoRA has them: each computes what one with the same numbers in more bits does."""
+"""Linear layers of bitsandbytes with frozen weights of 4 bits, as QLoRA has them.
+
+Each computes what a layer with the same numbers in more bits computes.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ FILE = "bitsandbytes.nn.modules"
 
 
 class Linear(torch.nn.Module):
-    """What a Linear4bit is built again as. It computes in a dtype of its own, and returns that of its input."""
+    """The layer that a Linear4bit is built again as.
+
+    It computes in `compute_dtype` and returns the dtype of its input.
+    """
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
@@ -24,11 +30,15 @@ class Linear(torch.nn.Module):
 
 
 def is_one(parameter: torch.Tensor | None) -> bool:
+    """Whether a parameter is one of bitsandbytes."""
     return type(parameter).__module__ == FILE
 
 
 def before(module: torch.nn.Module) -> tuple[type, dict[str, Any]]:
-    """The class and the attributes that a layer of bitsandbytes is built again with. Raises UserError for one that is no Linear4bit."""
+    """Return the class and the attributes that a layer of bitsandbytes is built again with.
+
+    Raises UserError for a layer that is no Linear4bit.
+    """
     if not hasattr(module, "compute_dtype"):
         raise UserError(
             f"{type(module).__name__} of bitsandbytes computes with 8 bits, or is an embedding, which the reference has no other for; "
@@ -38,7 +48,10 @@ def before(module: torch.nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 def values(parameter: torch.Tensor) -> torch.Tensor:
-    """The numbers that a parameter of 4 bits stands for, in the dtype that it was quantized from; any other parameter itself."""
+    """Return the numbers that a parameter of 4 bits stands for, in the dtype that it was quantized from.
+
+    Any other parameter is returned as it is.
+    """
     if not is_one(parameter):
         return parameter
     from bitsandbytes.functional import dequantize_4bit

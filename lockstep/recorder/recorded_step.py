@@ -1,4 +1,4 @@
-"""The schemas of what a rank writes of a recorded run beside the tensors: of each step, and of every step to its end."""
+"""The schemas of what a rank writes beside the tensors: of each recorded step, and of every step of the run."""
 
 import functools
 import math
@@ -19,78 +19,83 @@ class Origin(Strict):
     script: str = ""  # as it was typed
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
-    tf32: list[Name] = []  # what a GPU computes of float32 in TF32
+    tf32: list[Name] = []  # the float32 operations that a GPU computes in TF32
     date: str = ""
     versions: dict[Name, Name] = {}
 
 
 class SeenLoss(Strict):
-    """A call of a loss function that the loop made (lockstep/recorder/losses.py), and a gradient arrived at."""
+    """A call of a loss function by the loop, at which a gradient arrived (lockstep/recorder/losses.py)."""
 
     function: Name
-    number: Whole  # elements that it is of
-    weight: MayBreakDown  # of each, in what the backward pass began at
-    roundoff: float
+    number: Whole  # of elements that it is a mean or a sum of; 0 if they do not count alike
+    weight: MayBreakDown  # of each element, in what the backward pass began at
+    roundoff: float  # unit roundoff of the gradient's dtype
     is_whole: bool  # whether the backward pass began at this loss, or a multiple of it
     samples: Whole = 0  # that these elements are of
-    one_target: bool  # whether all elements have one side of 0.5, such as the 1 of a discriminator
+    one_target: bool  # whether all targets are on one side of 0.5, such as the 1 of a discriminator
     is_soft: bool = False  # whether its targets are probabilities, as in a distillation
     made_at: int = 0  # a hash of the lines that led to the call
-    odd: str = ""  # what the function is given that is hardly meant
+    odd: str = ""  # what the function is given that is hardly meant, to be read after its name
 
 
 class MicroBatch(Strict):
-    tensors: list[Name]
-    plain: dict[Name, Plain]
-    # The places of what the model was called with, in lists, tuples and dicts of this structure: torch's pytree
+    """A training call of the model: what it was called with, and what arrived at what it returned."""
+
+    tensors: list[Name]  # by name: what the model was called with, and what the loop noted for the call
+    plain: dict[Name, Plain]  # likewise, values that are no tensors
+    # The names of what the model was called with: the leaves of torch's pytree `structure`
     inputs: list[Name]
-    structure: str
-    left_out: list[Name]
-    autocast: Name | None
-    dropouts: int = 0  # calls that left elements out which a CPU would not
+    structure: str  # how lists, tuples and dicts are nested
+    left_out: list[Name]  # what is not recorded, and why
+    autocast: Name | None  # the dtype
+    dropouts: int = 0  # calls of dropout that left elements out which a CPU would not
     param_dtype: Name | None = None  # which FSDP2 computes in
-    reduce_dtype: Name | None = None  # and reduces gradients in
-    casts_inputs: bool = False  # to the former dtype, what the model is called with
-    used: bool
-    # A module whose output the loss uses though the model does not return it; "": a tensor that is no module's output
+    reduce_dtype: Name | None = None  # which FSDP2 reduces gradients in
+    casts_inputs: bool = False  # whether FSDP2 casts what the model is called with to param_dtype
+    used: bool  # whether a gradient arrived at what the model returned
+    # The module whose output the loss uses, though the model does not return it; "": a tensor of no module
     around: str | None = None
-    asked: bool = False  # by torch.autograd.grad alone
+    asked: bool = False  # whether torch.autograd.grad alone asked for the gradient that arrived
     reached: bool = False  # by a backward pass
     # Whether all gradients were set to zero after it, before the optimizers stepped
     zeroed: bool = False
-    # In the loss of another model, whose optimizer stepped then; or for the gradient of the batch alone
+    # Whether it is in the loss of another model, whose optimizer stepped then, or its gradient is for the batch
     elsewhere: bool = False
-    differentiated: bool = False  # in turn
-    together: bool = False  # with the one before: no gradient had arrived there yet
-    scalars: dict[Name, MayBreakDown]
+    differentiated: bool = False  # whether the gradient that arrived was differentiated in turn
+    # Whether the model was called before a gradient had arrived for the micro batch before this one
+    together: bool = False
+    scalars: dict[Name, MayBreakDown]  # the gradients that arrived at scalars
     scale: MayBreakDown = 1.0  # of a GradScaler, in what arrived
     losses: list[SeenLoss] = []
-    loss: MayBreakDown | None = None
+    loss: MayBreakDown | None = None  # the model's own
     loss_dtype: Name | None = None  # which FSDP2 may have cast it to
     evaluated: list[str]  # modules in evaluation mode
-    drawn: bool = False  # random numbers from torch's generator, in the forward pass
-    generators: dict[
-        Name, Any
-    ] = {}  # their states before it: Python's and numpy's, if the model drew from them
-    compiled: bool = False  # perhaps by code that torch.compile made
-    # As MODULE:NAME, that are not what they were when the recording began
+    drawn: bool = False  # whether the forward pass drew random numbers from torch's generator
+    # The states of Python's and numpy's generators before it, if the model drew from them
+    generators: dict[Name, Any] = {}
+    compiled: bool = False  # whether code that torch.compile made may have drawn the random numbers
+    # The attributes, as MODULE:NAME, that are not what they were when the recording began
     attributes: dict[Name, Any] = {}
-    # Of the dims of tensors in memory, that are not the usual ones
+    # The order of a tensor's dims in memory, if it is not the usual one
     orders: dict[Name, list[Whole]] = {}
 
 
 class Clip(Strict):
+    """A call that clipped gradients."""
+
     max_norm: MayBreakDown
     norm: MayBreakDown
     factor: MayBreakDown  # by which gradients are multiplied
-    by_value: bool = False  # each element, to at most max_norm
-    later: bool = False  # after the gradients were recorded
-    too_late: bool = False  # after the update
-    after: Whole | None = None  # so many micro batches; None: all of them
+    by_value: bool = False  # whether each element was clipped to at most max_norm
+    later: bool = False  # whether it came after the gradients were recorded
+    too_late: bool = False  # whether it came after the update
+    after: Whole | None = None  # how many micro batches; None: all of them
     parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
-    beside: MayBreakDown = 0.0  # the norm of the gradients of others, which are none of the model's
+    beside: MayBreakDown = 0.0  # the norm of the gradients of parameters that are none of the model's
 
     def has(self, name: str) -> bool:
+        """Whether it clipped the gradient of this parameter."""
         return self.parameters is None or name in self._names
 
     @functools.cached_property
@@ -99,22 +104,25 @@ class Clip(Strict):
 
 
 class Optimizer(Strict):
+    """An optimizer that stepped, as it was before its step."""
+
     kind: Annotated[Name, Field(alias="class")]
-    groups: list[dict[str, Any]]
+    groups: list[
+        dict[str, Any]
+    ]  # the settings, and the names of the parameters: null for one that is not the model's
     number: Whole = 0  # in the order of a step
     attributes: dict[str, Any] = {}
     state: dict[Name, dict[str, Any]] = {}  # by parameter
-    strangers: Whole
-    replicas: list[
-        list[int]
-    ] = []  # of strangers that may be held by all ranks, hashes of (weights, gradient)
-    again: bool = False  # it has stepped before, with the same gradient
-    compiled: bool = False  # its step, by torch.compile
-    idle: bool = False  # nothing that it holds has a gradient
+    strangers: Whole  # how many tensors it holds that are none of the model's
+    # Of strangers that all ranks may hold: hashes of (weights, gradient)
+    replicas: list[list[int]] = []
+    again: bool = False  # whether it has stepped before with the same gradient
+    compiled: bool = False  # whether torch.compile compiled its step
+    idle: bool = False  # whether nothing that it holds has a gradient
 
     @property
     def held(self) -> list[str]:
-        """The model's parameters."""
+        """The model's parameters that it holds."""
         return [name for group in self.groups for name in group["params"] if name]
 
     @property
@@ -123,77 +131,86 @@ class Optimizer(Strict):
 
 
 class Place(Strict):
+    """A place of a tensor. The first has the shape of the whole, `full`; others have a block's `start` and `shape`."""
+
     full: list[Whole] | None = None
     start: list[Whole] | None = None
     shape: list[Whole] | None = None
 
     @property
     def within(self) -> tuple[slice, ...]:
-        """A block's place in the whole tensor."""
+        """Where a block lies in the whole tensor."""
         return tuple(
-            slice(first, first + size) for first, size in zip(self.start or (), self.shape or (), strict=True)
+            slice(start, start + size) for start, size in zip(self.start or (), self.shape or (), strict=True)
         )
 
 
 class Step(Strict):
-    """One rank's file of one step."""
+    """What one rank recorded of one step."""
 
     format: int
     world_size: Count
     rank: Whole
-    launched: Count = 1  # processes, by the launcher
+    launched: Count = 1  # processes that the launcher started
     step: Count
     torch: Name
-    data_parallel: list[Whole]
+    data_parallel: list[Whole]  # the ranks that FSDP2 divides the samples among
     groups: list[list[Whole]] = []  # of ranks that communicate
     frozen: list[Name]  # parameters that require no gradient
     attributes: dict[Name, Any] = {}  # as MODULE:NAME, as they were when the recording began
     micro_batches: list[MicroBatch]
     clips: list[Clip]
     optimizers: list[Optimizer]
-    # Of the dims of parameters in memory, that are not the usual ones
+    # The order of a parameter's dims in memory, if it is not the usual one
     orders: dict[Name, list[Whole]] = {}
-    hooked_parameters: list[Name] = []  # by register_hook
+    hooked_parameters: list[Name] = []  # those with a hook on their gradient, by register_hook
     hooked: list[Name] = []  # modules that return what a hook of the loop's made of their output
     reduced: Whole = 0  # elements that the loop itself gave to collectives that reduce
     of_others: Whole = 0  # tensors that the optimizers of other models hold
-    # hashes of (weights, gradient) of those that all ranks may hold
+    # Of those that all ranks may hold: hashes of (weights, gradient)
     other_replicas: list[list[int]] = []
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
-    overflowed: Whole = 0  # those that a GradScaler skipped, as gradients were not finite
+    overflowed: Whole = 0  # steps that a GradScaler skipped before, as gradients were not finite
     places: dict[Name, list[Place]]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
-    changed: list[Name]  # weights and state that are not
+    changed: list[Name]  # weights and state that are not what the step before ended with
 
     def clipped(self, name: str) -> float:
-        """What clipping multiplied the recorded gradient of a parameter with."""
-        return math.prod(one.factor for one in self.clips if one.has(name) and not one.later)
+        """Return the factor that clipping multiplied the recorded gradient of a parameter with."""
+        return math.prod(clip.factor for clip in self.clips if clip.has(name) and not clip.later)
 
     @property
     def clipped_early(self) -> int | None:
-        """After how many micro batches a gradient was clipped that was not complete."""
-        micro = len(self.micro_batches)
-        return next((one.after for one in self.clips if one.after is not None and one.after < micro), None)
+        """After how many micro batches a gradient was clipped that was not complete; None if none was."""
+        last = len(self.micro_batches)
+        return next((clip.after for clip in self.clips if clip.after is not None and clip.after < last), None)
 
     @property
     def of_model(self) -> set[str]:
-        """The parameters of this rank's model."""
+        """The parameters of this rank's model, as weight/NAME."""
         return {name for name in self.places if name.startswith("weight/")}
 
     @property
     def stepping(self) -> list[Optimizer]:
-        """The optimizers, without one whose parameters others have stepped before, so that none has a gradient any more."""
-        busy = {name for one in self.optimizers if not one.idle for name in one.held}
-        return [one for one in self.optimizers if not (one.idle and one.held and busy.issuperset(one.held))]
+        """The optimizers that step.
+
+        One is left out if others have stepped its parameters before, so that none has a gradient.
+        """
+        stepped = {name for optimizer in self.optimizers if not optimizer.idle for name in optimizer.held}
+        return [
+            optimizer
+            for optimizer in self.optimizers
+            if not (optimizer.idle and optimizer.held and stepped.issuperset(optimizer.held))
+        ]
 
     @property
     def held(self) -> list[str]:
-        """The model's parameters that optimizers hold; one comes as often as it is held."""
+        """The model's parameters that optimizers hold; each comes as often as it is held."""
         return [name for optimizer in self.stepping for name in optimizer.held]
 
 
 class Order(Strict):
-    """A DistributedSampler that shuffles begins to give an order."""
+    """An order of samples that a shuffling DistributedSampler begins to give."""
 
     sampler: Whole  # its number
     epoch: int  # that it was told
@@ -202,7 +219,7 @@ class Order(Strict):
 
 
 class Loaded(Strict):
-    """A batch of a loader."""
+    """A batch that a loader fetched."""
 
     rows: list[int]  # hashes of what it has for each sample
     calls: Whole  # of the model, before it was fetched
@@ -211,19 +228,19 @@ class Loaded(Strict):
 class RunStep(Strict):
     """What is kept of every step of a rank (lockstep/recorder/whole_run.py)."""
 
-    samples: list[list[int]]
-    rates: list[MayBreakDown]
-    optimizers: list[Whole] = []  # their numbers
-    scheduled: dict[Name, Whole]
-    data_sets: list[Whole]
-    shuffled: bool
-    replicas: list[Count]
-    loaded: list[Loaded] = []  # the first ones
+    samples: list[list[int]]  # of each micro batch, a hash for each sample
+    rates: list[MayBreakDown]  # the learning rates
+    optimizers: list[Whole] = []  # the numbers of those that step
+    scheduled: dict[Name, Whole]  # by whom a schedule was stepped, and how often
+    data_sets: list[Whole]  # their sizes
+    shuffled: bool  # whether a DistributedSampler was to shuffle the samples
+    replicas: list[Count]  # among how many DistributedSamplers divide the samples
+    loaded: list[Loaded] = []  # the first batches of the run
     given: list[Whole] = []  # the ranks whose samples DistributedSamplers give
     orders: list[Order] = []
-    sources: list[int] = []  # of each micro batch, the sampler that it is of; -1: another
-    with_replacement: bool = False  # by a RandomSampler
-    cut: Whole = 0  # how often a loader begins anew after it that was not at its end
+    sources: list[int] = []  # of each micro batch, the number of the sampler that it is of; -1: another
+    with_replacement: bool = False  # whether a RandomSampler draws so
+    cut: Whole = 0  # how often a loader begins anew after this step that was not at its end
     evaluated: Whole  # calls in evaluation mode that were trained on
 
 

@@ -1,4 +1,4 @@
-"""Read what lockstep/recorder/recorder.py wrote: micro batches, and tensors made whole from the shards of all ranks."""
+"""Read what lockstep/recorder/recorder.py wrote: micro batches, and tensors made whole from all ranks' shards."""
 
 import functools
 import itertools
@@ -23,26 +23,33 @@ REMEDY = "record again"
 
 
 def _require_places(step: Step, path: Path) -> None:
-    """Raises UserError for a tensor of which it is not said what shape the whole has, or where a block lies in it."""
+    """Raise UserError unless the step says which shape each tensor has, and where each block lies in it."""
     for name, places in step.places.items():
-        whole, blocks = (places[0].full if places else None), places[1:]
-        known = whole is not None and all(
-            one.start is not None and one.shape is not None and len(one.start) == len(one.shape) == len(whole)
-            for one in blocks
+        full, blocks = (places[0].full if places else None), places[1:]
+        is_known = full is not None and all(
+            block.start is not None
+            and block.shape is not None
+            and len(block.start) == len(block.shape) == len(full)
+            for block in blocks
         )
-        if not known:
+        if not is_known:
             raise UserError(f"{path}: it does not say where {printable(name)} lies; {REMEDY}")
 
 
 class Recording:
-    """A folder that a run was recorded into. Raises UserError for one that is none, or not whole."""
+    """The recording in a folder. Raises UserError if the folder holds none, or an incomplete one.
+
+    `steps[0]` is step 1: rank -> what the rank recorded of it. Methods are given the number of a step, from 1.
+    """
 
     def __init__(self, folder: Path):
         self.folder = self.model_folder = folder
         user_file.run_nothing_of(folder)
-        self._opened: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
+        # What `holders` returned, by step
         self._holders: dict[int, dict[str, list[int]]] = {}
-        self._odd: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
+        # The ranks that `whole` returned, by (step, name, ranks that may hold it)
+        self._odd_ranks: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
@@ -67,24 +74,24 @@ class Recording:
             )
 
     def _step(self, number: int) -> dict[int, Step]:
-        """The step as all ranks recorded it, by rank."""
-        found: dict[int, Step] = {}
-        world = 1
-        while len(found) < world:
-            rank = len(found)
+        """Return what each rank recorded of a step, by rank."""
+        records: dict[int, Step] = {}
+        world_size = 1
+        while len(records) < world_size:
+            rank = len(records)
             path = self._path(rank, number).with_suffix(".json")
             if not path.is_file():
                 raise UserError(
-                    f"{path} is missing: rank {rank} of {world} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
+                    f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
                 )
-            found[rank] = validate(Step, read_json(path), path, REMEDY)
-            _require_places(found[rank], path)
-            world = found[0].world_size
-        return found
+            records[rank] = validate(Step, read_json(path), path, REMEDY)
+            _require_places(records[rank], path)
+            world_size = records[0].world_size
+        return records
 
     def whole_run(self) -> list[list[RunStep]]:
-        """The steps of the run, of each rank: to its end, or as many as were written before it was stopped."""
-        found = []
+        """Return the steps of the run, for each rank: to its end, or as many as were written when it stopped."""
+        steps_of_ranks = []
         for rank in range(self.steps[0][0].world_size):
             steps: list[RunStep] = []
             for number in itertools.count(1):
@@ -92,25 +99,25 @@ class Recording:
                 if not path.is_file():
                     break
                 steps += validate(RunSteps, read_json(path), path, REMEDY).steps
-            found.append(steps)
-        return found
+            steps_of_ranks.append(steps)
+        return steps_of_ranks
 
     def _path(self, rank: int, step: int) -> Path:
         return self.folder / f"rank_{rank}" / f"step_{step}.safetensors"
 
     def build(self) -> torch.nn.Module:
-        """The recorded model, with its parameters on the meta device."""
+        """Build the recorded model, with its parameters on the meta device."""
         return building.build(self.tree, self._load(self.model_folder / "model.safetensors"))
 
     @property
     def needs_group(self) -> bool:
-        """Whether the model is of a run of one process that had a process group, which its code may ask for."""
-        first = self.steps[0][0]
-        return first.world_size == 1 and bool(first.groups)
+        """Whether the run was one process with a process group. The model's code may ask for the group."""
+        record = self.steps[0][0]
+        return record.world_size == 1 and bool(record.groups)
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
-        """The same, built once, to be looked at."""
+        """The recorded model, built once, to be looked at. Its parameters are on the meta device."""
         return self.build()
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
@@ -120,27 +127,33 @@ class Recording:
             raise UserError(f"{path}: {first_line(error)}; {REMEDY}") from error
 
     def _file(self, rank: int, step: int) -> Any:
-        """A rank's tensors of a step, by name. The file stays open."""
+        """Return a rank's file of a step, which has its tensors by name. The file stays open."""
         path = self._path(rank, step)
-        if path not in self._opened:
+        if path not in self._open_files:
             try:
-                self._opened[path] = safe_open(path, framework="pt")
+                self._open_files[path] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: {first_line(error)}; {REMEDY}") from error
-        return self._opened[path]
+        return self._open_files[path]
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
-        """A block that a rank has of a tensor, NAME#NUMBER, or a tensor that is no block."""
-        found = self._stored(rank, step, key)
+        """Return a block that a rank has of a tensor, NAME#NUMBER, or a tensor that is no block.
+
+        Raises UserError for a block of another shape than the step says.
+        """
+        tensor = self._stored(rank, step, key)
         name, _, number = key.partition("#")
         if number:
             shape = self.steps[step - 1][rank].places[name][int(number) + 1].shape
-            if list(found.shape) != shape:
+            if list(tensor.shape) != shape:
                 path = self._path(rank, step)
-                raise UserError(f"{path}: {printable(key)} is {list(found.shape)}, and not {shape}; {REMEDY}")
-        return found
+                raise UserError(
+                    f"{path}: {printable(key)} is {list(tensor.shape)}, and not {shape}; {REMEDY}"
+                )
+        return tensor
 
     def _stored(self, rank: int, step: int, key: str) -> torch.Tensor:
+        """Return a tensor as a file has it. Weights that are unchanged are in the file of the step before."""
         if key.partition("#")[0] in self.steps[step - 1][rank].unchanged:
             return self._stored(rank, step - 1, key.replace("weight/", "updated/", 1))
         try:
@@ -151,11 +164,11 @@ class Recording:
             ) from error
 
     def part(self, rank: int, step: int, name: str) -> torch.Tensor | None:
-        """The first block that a rank has of a tensor; None if it has none."""
+        """Return the first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
     def dropped(self, step: int, called: Called, call: int, shape: torch.Size) -> torch.Tensor | None:
-        """Which elements the `call`-th call of dropout kept in the forward pass; None if that was not seen."""
+        """Return which elements the `call`-th call of dropout in the forward pass kept; None if not seen."""
         rank = called.ranks[0]
         name = f"dropped/{called.number}/{call}"
         if name not in self._file(rank, step).keys():  # noqa: SIM118 - of a file
@@ -166,86 +179,106 @@ class Recording:
             raise UserError(f"{self._path(rank, step)}: {name}: {error}; {REMEDY}") from error
 
     def buffers(self, step: int, called: Called) -> dict[str, torch.Tensor]:
-        """Those of the model before a micro batch, and the tensors of its attributes, as the first rank that was called with it has them."""
+        """Return the model's buffers before a micro batch, and the tensors among its attributes.
+
+        They are those of the first rank that was called with the micro batch.
+        """
         rank = called.ranks[0]
         places = self.steps[step - 1][rank].places
-        last: dict[str, str] = {}
+        # A buffer is recorded for the micro batches before which it has changed.
+        recorded_as: dict[str, str] = {}
         for number in range(called.number + 1):
-            first = f"buffer/{number}/"
-            last |= {name.removeprefix(first): name for name in places if name.startswith(first)}
-        found = {}
-        for own, name in last.items():
-            whole, *parts = places[name]
-            here = [rank] if [one.shape for one in parts] == [whole.full] else None
-            found[own] = self.whole(step, name, here)[0]
-        return found
+            prefix = f"buffer/{number}/"
+            recorded_as |= {name.removeprefix(prefix): name for name in places if name.startswith(prefix)}
+        buffers = {}
+        for buffer_name, name in recorded_as.items():
+            whole, *blocks = places[name]
+            ranks = [rank] if [block.shape for block in blocks] == [whole.full] else None
+            buffers[buffer_name] = self.whole(step, name, ranks)[0]
+        return buffers
 
     def _arrived(self, step: int, called: Called, first: str) -> dict[str, torch.Tensor]:
-        """What arrived from the loop, of the tensors whose names begin so."""
+        """Return the gradients other than zero that arrived from the loop, whose names begin with `first`."""
         places = self.steps[step - 1][called.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
-        # Those that have a part of it may be called with other samples, which is then said.
-        of_all = self.parted(step, called) or not all(
+        # Ranks that hold the other parts may have been called with other samples. The verdict then says so.
+        needs_all_ranks = self.parted(step, called) or not all(
             self._have_all_of(step, name, called.ranks) for name in names
         )
-        found = {
-            name.removeprefix(first): self.whole(step, name, None if of_all else called.ranks)[0]
+        gradients = {
+            name.removeprefix(first): self.whole(step, name, None if needs_all_ranks else called.ranks)[0]
             for name in names
         }
-        return {name: one for name, one in found.items() if one.any()}
+        return {name: gradient for name, gradient in gradients.items() if gradient.any()}
 
     def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
-        places = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
-        blocks = {tuple(one.start or ()): math.prod(one.shape or ()) for own in places for one in own[1:]}
-        return sum(blocks.values()) == math.prod(places[0][0].full or ())
+        """Whether these ranks together hold all elements of a tensor."""
+        of_ranks = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
+        # The start of a block -> how many elements it has
+        sizes = {
+            tuple(block.start or ()): math.prod(block.shape or ())
+            for places in of_ranks
+            for block in places[1:]
+        }
+        return sum(sizes.values()) == math.prod(of_ranks[0][0].full or ())
 
     def names(self, step: int, kind: str) -> list[str]:
-        """What the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
-        first = f"{kind}/"
-        of_ranks = [
-            name for one in self.steps[step - 1].values() for name in one.places if name.startswith(first)
+        """Return the names of what the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
+        prefix = f"{kind}/"
+        names = [
+            name
+            for record in self.steps[step - 1].values()
+            for name in record.places
+            if name.startswith(prefix)
         ]
-        return list(dict.fromkeys(name.removeprefix(first) for name in of_ranks))
+        return list(dict.fromkeys(name.removeprefix(prefix) for name in names))
 
     def of_modules(self, step: int, called: Called) -> dict[str, list[tuple[int, torch.Tensor]]]:
-        """What modules returned for a micro batch, and what arrived there: forward/MICRO_BATCH/MODULE -> (rank, tensor).
+        """Return what modules returned for a micro batch, and the gradients that arrived there.
 
-        A tensor that every rank has a part of is made whole, and is the first one's.
+        They are forward/MICRO_BATCH/MODULE -> [(rank, tensor)], and backward/MICRO_BATCH/MODULE. A tensor
+        that every rank has a part of is made whole, and is listed for the first of these ranks only.
         """
-        found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        tensors: dict[str, list[tuple[int, torch.Tensor]]] = {}
         prefixes = (f"forward/{called.number}/", f"backward/{called.number}/")
         for rank in called.ranks:
             for name, places in self.steps[step - 1][rank].places.items():
                 if not name.startswith(prefixes):
                     continue
                 if [place.shape for place in places[1:]] == [places[0].full]:
-                    found.setdefault(name, []).append((rank, self._tensor(rank, step, f"{name}#0")))
-                elif name not in found:
-                    found[name] = [(rank, self.whole(step, name, called.ranks)[0])]
-        return found
+                    tensors.setdefault(name, []).append((rank, self._tensor(rank, step, f"{name}#0")))
+                elif name not in tensors:
+                    tensors[name] = [(rank, self.whole(step, name, called.ranks)[0])]
+        return tensors
 
     def parted(self, step: int, called: Called) -> tuple[str, int] | None:
-        """(an output of a module that the ranks that were called with a micro batch do not have all of, another rank that has the rest)."""
-        ranks = self.steps[step - 1]
-        first = (f"forward/{called.number}/", f"backward/{called.number}/returned.")
-        for name, (whole, *parts) in ranks[called.ranks[0]].places.items():
-            if not name.startswith(first) or [one.shape for one in parts] == [whole.full]:
+        """Return an output that the ranks of a micro batch do not hold all of; None if there is none.
+
+        It is returned as (the module, a rank that was not called with the micro batch and holds the rest).
+        """
+        records = self.steps[step - 1]
+        prefixes = (f"forward/{called.number}/", f"backward/{called.number}/returned.")
+        for name, (whole, *blocks) in records[called.ranks[0]].places.items():
+            if not name.startswith(prefixes) or [block.shape for block in blocks] == [whole.full]:
                 continue
             starts = {
-                rank: {tuple(one.start or ()) for one in about.places.get(name, [])[1:]}
-                for rank, about in ranks.items()
+                rank: {tuple(block.start or ()) for block in record.places.get(name, [])[1:]}
+                for rank, record in records.items()
             }
-            here = set.union(*(starts[rank] for rank in called.ranks))
-            other = next((rank for rank, of_rank in starts.items() if of_rank - here), None)
-            if other is not None:
-                return module_of(name), other
+            held = set.union(*(starts[rank] for rank in called.ranks))
+            other_rank = next((rank for rank, of_rank in starts.items() if of_rank - held), None)
+            if other_rank is not None:
+                return module_of(name), other_rank
         return None
 
     def holders(self, step: int) -> dict[str, list[int]]:
-        """Of the parameters that not every rank's optimizers hold, such as where each updates its share of them: the ranks whose do."""
+        """Return parameters that not every rank's optimizers hold, each with the ranks whose optimizers do.
+
+        There are some where each rank updates its share of the parameters.
+        """
         if step not in self._holders:
-            ranks = self.steps[step - 1]
-            held: dict[int, set[str]] = {rank: set(one.held) for rank, one in ranks.items()}
+            records = self.steps[step - 1]
+            held: dict[int, set[str]] = {rank: set(record.held) for rank, record in records.items()}
             self._holders[step] = {
                 name: [rank for rank, names in held.items() if name in names]
                 for name in set().union(*held.values())
@@ -254,104 +287,114 @@ class Recording:
         return self._holders[step]
 
     def waiting(self, step: int) -> set[str]:
-        """Parameters of optimizers that step in other recorded steps, and not in this one, such as a discriminator's."""
-        held = [{name for about in ranks.values() for name in about.held} for ranks in self.steps]
+        """Return the parameters of optimizers that step in other steps, such as a discriminator's, not in this one."""
+        held = [{name for record in records.values() for name in record.held} for records in self.steps]
         return set().union(*held) - held[step - 1]
 
     def whole(
         self, step: int, name: str, ranks: list[int] | None = None, *, mean: bool = False
     ) -> tuple[torch.Tensor, list[int]]:
-        """(a tensor made whole, the ranks whose shard is not what an earlier rank has in its place); `ranks` are those that may hold it.
+        """Return (a whole tensor, the ranks whose block is not what an earlier rank has in the same place).
 
-        A gradient and an updated parameter are those of the ranks whose optimizers hold it. `mean`: over the replicas.
-        Raises UserError if the ranks' shards do not cover it.
+        `ranks` are those that may hold the tensor; None for all. By default, a gradient and an updated
+        parameter are those of the ranks whose optimizers hold the parameter. With `mean`, each block is the
+        mean over its replicas, otherwise the first replica. Raises UserError if the ranks' blocks do not
+        cover the tensor.
         """
-        kind, _, own = name.partition("/")
+        kind, _, parameter_name = name.partition("/")
         if ranks is None and kind in ("gradient", "updated"):
-            ranks = self.holders(step).get(own)
+            ranks = self.holders(step).get(parameter_name)
+        # The replicas of a block, and its slices in the whole, by its start and shape
         replicas: dict[tuple, list[torch.Tensor]] = {}
         within: dict[tuple, tuple[slice, ...]] = {}
-        # A tensor is asked for again and again, and its replicas are compared once
-        among = step, name, tuple(ranks or ())
-        odd: list[int] = []
+        # A tensor is asked for again and again, and its replicas are compared once.
+        request = step, name, tuple(ranks or ())
+        odd_ranks: list[int] = []
         full: list[int] = []
-        for rank, about in self.steps[step - 1].items():
-            places = about.places.get(name)
+        for rank, record in self.steps[step - 1].items():
+            places = record.places.get(name)
             if places is None or (ranks is not None and rank not in ranks):
                 continue
             full = places[0].full or []
             for number, place in enumerate(places[1:]):
                 key = (tuple(place.start or ()), tuple(place.shape or ()))
-                if key in replicas and among in self._odd and not mean:
+                if key in replicas and request in self._odd_ranks and not mean:
                     continue
                 block = self._tensor(rank, step, f"{name}#{number}")
-                same, within[key] = replicas.setdefault(key, []), place.within
-                if same and not torch.equal(same[0], block):
-                    odd.append(rank)
-                if mean or not same:
-                    same.append(block)
-        odd = self._odd.setdefault(among, odd)
+                earlier, within[key] = replicas.setdefault(key, []), place.within
+                if earlier and not torch.equal(earlier[0], block):
+                    odd_ranks.append(rank)
+                if mean or not earlier:
+                    earlier.append(block)
+        odd_ranks = self._odd_ranks.setdefault(request, odd_ranks)
         blocks = [
             (
                 key,
-                torch.stack([one.double() for one in found]).mean(0).to(found[0].dtype) if mean else found[0],
+                torch.stack([tensor.double() for tensor in tensors]).mean(0).to(tensors[0].dtype)
+                if mean
+                else tensors[0],
             )
-            for key, found in replicas.items()
+            for key, tensors in replicas.items()
         ]
         covered = sum(block.numel() for _, block in blocks)
         if not blocks or covered != torch.Size(full).numel():
             raise UserError(f"{self.folder}: {name} of step {step} has {covered} of its elements; {REMEDY}")
         if len(blocks) == 1:
-            return blocks[0][1].reshape(full), odd
+            return blocks[0][1].reshape(full), odd_ranks
         result = torch.empty(full, dtype=blocks[0][1].dtype)
         for key, block in blocks:
             result[within[key]] = block
-        return result, odd
+        return result, odd_ranks
 
     def batch(self, step: int, rank: int, number: int) -> dict[str, torch.Tensor]:
-        """What a rank's model was called with in a micro batch, and what the loop noted for it."""
+        """Return the tensors that a rank's model was called with, and those that the loop noted for the call."""
         names = self.steps[step - 1][rank].micro_batches[number].tensors
         return {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in names}
 
     def micro_batches(self, step: int) -> list[Called]:
-        """The micro batches of a step. Those that several ranks were called with, bit for bit and in the same place, are one."""
-        found: list[Called] = []
-        for rank, about in self.steps[step - 1].items():
-            for number, micro in enumerate(about.micro_batches):
-                if micro.elsewhere:
+        """Return the micro batches of a step.
+
+        One that several ranks have, bit for bit and at the same place, counts once.
+
+        Pieces of the same samples get the tensors of all pieces. Raises UserError for what cannot be judged.
+        """
+        merged: list[Called] = []
+        for rank, record in self.steps[step - 1].items():
+            for number, about in enumerate(record.micro_batches):
+                if about.elsewhere:
                     continue
                 tensors = self.batch(step, rank, number)
                 same = next(
-                    (one for one in found if one.number == number and one.has_same(tensors, micro)), None
+                    (same for same in merged if same.number == number and same.has_same(tensors, about)), None
                 )
                 if same is None:
-                    random = self._tensor(rank, step, f"random/{number}") if micro.drawn else None
+                    random = self._tensor(rank, step, f"random/{number}") if about.drawn else None
                     name = f"target/{number}"
-                    known = name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
-                    targets = self._tensor(rank, step, name) if known else None
-                    same = Called(number, [], micro, tensors, random=random, targets=targets)
-                    found.append(same)
+                    has_targets = name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
+                    targets = self._tensor(rank, step, name) if has_targets else None
+                    same = Called(number, [], about, tensors, random=random, targets=targets)
+                    merged.append(same)
                 same.ranks.append(rank)
-                if micro.loss is not None:
-                    same.losses[rank] = micro.loss
-        for called in found:
-            of_returned = f"backward/{called.number}/returned."
-            called.arrived = self._arrived(step, called, of_returned)
+                if about.loss is not None:
+                    same.losses[rank] = about.loss
+        for called in merged:
+            prefix = f"backward/{called.number}/returned."
+            called.arrived = self._arrived(step, called, prefix)
             called.beside = self._arrived(step, called, f"beside/{called.number}/")
             places = self.steps[step - 1][called.ranks[0]].places
-            called.of_tensors = any(name.startswith(of_returned) for name in places)
-        again = next((one for one in found if one.about.differentiated), None)
-        if again is not None:
+            called.of_tensors = any(name.startswith(prefix) for name in places)
+        differentiated = next((called for called in merged if called.about.differentiated), None)
+        if differentiated is not None:
             raise UserError(
-                f"{self._path(again.ranks[0], step)}: the gradient at what the model returned for micro batch {again.number} is differentiated again "
+                f"{self._path(differentiated.ranks[0], step)}: the gradient at what the model returned for micro batch {differentiated.number} is differentiated again "
                 "(create_graph=True), as by a gradient penalty; record a run without it, or let the model return the penalty"
             )
-        put_together(found, [group for about in self.steps[step - 1].values() for group in about.groups])
-        for called in found:
+        put_together(merged, [group for record in self.steps[step - 1].values() for group in record.groups])
+        for called in merged:
             require_whole(called)
-        if not any(one.about.used for one in found):
+        if not any(called.about.used for called in merged):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
                 "let it return them in a tuple, a list, a dict or the fields of an object"
             )
-        return found
+        return merged

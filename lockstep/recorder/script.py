@@ -1,7 +1,8 @@
 """The classes of a script that trains, without the training.
 
-A class of a script is made again of its definition and of what that refers to: imports, functions, other classes, assignments. Nothing else
-of the script runs. A name that has a plain value, such as a setting from the command line, has the value of the recorded run.
+A class of a script is made again from its definition and from what that refers to: imports, functions, other
+classes, assignments. Nothing else of the script runs. A name that has a plain value, such as a setting from
+the command line, has the value of the recorded run.
 """
 
 import ast
@@ -24,38 +25,49 @@ STAR = "*"
 
 
 class Script:
+    """The statements of a script that only bind names."""
+
     def __init__(self, path: Path, source: bytes):
         self.path = path
         body = ast.parse(source, str(path)).body
-        self.future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
-        own = [one for one in body if _only_binds(one)]
-        inside = [one for statement in body if statement not in own for one in _binding(statement)]
-        # Of a name that several have, which one counts is not known
-        bound = Counter(name for one in own + inside for name in _bound(one))
-        own += [one for one in inside if all(bound[name] == 1 for name in _bound(one))]
-        self.statements = [(one, _bound(one)) for one in sorted(own, key=lambda one: one.lineno)]
+        self.future = [
+            node for node in body if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        ]
+        binding = [node for node in body if _only_binds(node)]
+        inner = [node for statement in body if statement not in binding for node in _bindings(statement)]
+        # If several statements bind a name, it is not known which one counts.
+        times = Counter(name for node in binding + inner for name in _bound(node))
+        binding += [node for node in inner if all(times[name] == 1 for name in _bound(node))]
+        self.statements = [(node, _bound(node)) for node in sorted(binding, key=lambda node: node.lineno)]
 
     def needed(self, names: set[str], has_value: Callable[[str], bool]) -> set[str]:
-        """These names of the script, and all that their definitions refer to; not what the names that have values are computed from."""
-        found: set[str] = set()
+        """Return these names of the script, and all names that their definitions refer to.
+
+        If a name has a value, the names that it is computed from are left out.
+        """
+        needed: set[str] = set()
         new = names
         while new:
-            found |= new
+            needed |= new
             defined = {name for name in new if not has_value(name)}
-            read = [self._names_read(one) for one, bound in self.statements if bound & defined]
-            new = set().union(*read) - found
-        return found
+            read = [self._names_read(statement) for statement, bound in self.statements if bound & defined]
+            new = set().union(*read) - needed
+        return needed
 
     def _names_read(self, statement: ast.stmt) -> set[str]:
         return set(names_of(self.compiled(statement)))
 
     def compiled(self, statement: ast.stmt) -> types.CodeType:
-        body = [*(one for one in self.future if one is not statement), statement]
+        """Return the code of one statement, with the script's imports from __future__."""
+        body = [*(future for future in self.future if future is not statement), statement]
         return compile(ast.Module(body, []), str(self.path), "exec")
 
 
 class Definitions:
-    """What is found by name in a script. `values` are those that the recording has, which `value` reads."""
+    """The module of a script, which gets what the script defines when a name is asked for.
+
+    `values` are the recorded values, by name. The methods are given a function that reads one, `value`.
+    """
 
     def __init__(self, script: Script, package: str | None, values: Mapping[str, Any]):
         self.script, self.values = script, values
@@ -64,15 +76,16 @@ class Definitions:
         self.done: set[Any] = set()
 
     def enlist(self) -> None:
-        """Let the module be where Python looks for it, as dataclasses do."""
+        """Register the module with Python. Dataclasses look it up."""
         sys.modules[self.module.__name__] = self.module
 
     def find(self, path: str, value: Callable[[Any], Any]) -> Any:
+        """Return what a path of names leads to, such as CLASS.METHOD."""
         self.define({path.partition(".")[0]}, value)
         return functools.reduce(getattr, path.split("."), self.module)
 
     def define(self, names: set[str], value: Callable[[Any], Any]) -> None:
-        """Let the module have these names, as far as the script has them."""
+        """Give the module these names, as far as the script has them."""
         needed = self.script.needed({*names, STAR}, self.values.__contains__)
         given = {name: value(self.values[name]) for name in sorted((needed & self.values.keys()) - self.done)}
         self.done |= given.keys()
@@ -81,13 +94,15 @@ class Definitions:
             if statement not in self.done and bound & needed - self.values.keys():
                 self.done.add(statement)
                 self._run(statement)
-                vars(self.module).update(given)  # which an `import *` computes again
+                # An `import *` may have set these names otherwise.
+                vars(self.module).update(given)
 
     def _run(self, statement: ast.stmt) -> None:
         try:
             exec(self.script.compiled(statement), vars(self.module))
-        except SystemExit as ended:  # such as a parser's, which is given the judge's command line
-            raise ImportError(f"line {statement.lineno} of {self.script.path} ends the program") from ended
+        # Such as that of a parser, which is given the judge's command line
+        except SystemExit as request:
+            raise ImportError(f"line {statement.lineno} of {self.script.path} ends the program") from request
         except Exception as error:
             if not (isinstance(statement, ASSIGNING) and communicates(error)):
                 raise
@@ -95,52 +110,52 @@ class Definitions:
 
 
 def _only_binds(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing but give names; so do an `if` and a `try` that are made of such."""
+    """Whether a statement only binds names. An `if` or a `try` does so if all statements inside do."""
     if isinstance(statement, (ast.If, ast.Try)):
-        return all(_only_binds(one) for one in _inside(statement))
+        return all(_only_binds(inner) for inner in _statements_inside(statement))
     return isinstance(statement, (*DEFINING, *ASSIGNING, ast.Pass))
 
 
-def _binding(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """The statements inside of one that does more, such as `if __name__ == "__main__"`, that only bind."""
+def _bindings(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements that only bind names inside of one that does more, such as `if __name__ == ...`."""
     if isinstance(statement, (ast.If, ast.Try)):
-        for one in _inside(statement):
-            yield from [one] if _only_binds(one) else _binding(one)
+        for inner in _statements_inside(statement):
+            yield from [inner] if _only_binds(inner) else _bindings(inner)
 
 
-def _inside(statement: ast.If | ast.Try) -> Iterator[ast.stmt]:
+def _statements_inside(statement: ast.If | ast.Try) -> Iterator[ast.stmt]:
     yield from (*statement.body, *statement.orelse)
     if isinstance(statement, ast.Try):
-        yield from (one for handler in statement.handlers for one in handler.body)
+        yield from (inner for handler in statement.handlers for inner in handler.body)
         yield from statement.finalbody
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """The names that a statement gives, and those of what it gives attributes or elements."""
+    """Return the names that a statement binds, and those of objects whose attributes or elements it sets."""
     if isinstance(statement, (ast.If, ast.Try)):
-        return set().union(*map(_bound, _inside(statement)))
+        return set().union(*map(_bound, _statements_inside(statement)))
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {(one.asname or one.name).partition(".")[0] for one in statement.names}
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {statement.name}
     targets = getattr(statement, "targets", None) or [getattr(statement, "target", statement)]
-    return set().union(*map(_roots, targets))
+    return set().union(*map(_root_names, targets))
 
 
-def _roots(target: ast.AST) -> set[str]:
-    """Of `a, b.c = ...`, a and b."""
+def _root_names(target: ast.AST) -> set[str]:
+    """Return the names that an assignment's target begins with: a and b for `a, b.c = ...`."""
     while isinstance(target, (ast.Attribute, ast.Subscript, ast.Starred)):
         target = target.value
     if isinstance(target, (ast.Tuple, ast.List)):
-        return set().union(*map(_roots, target.elts))
+        return set().union(*map(_root_names, target.elts))
     return {target.id} if isinstance(target, ast.Name) else set()
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:
-    """The names of the file that code reads, not those of its own functions and attributes."""
-    for one in dis.get_instructions(code):
-        if one.opname.startswith(("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")):
-            yield one.argval
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from names_of(inner)
+    """Yield the file's names that code reads, not those of local variables and attributes."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
