@@ -1,4 +1,4 @@
-"""A model that is built again of the tree that lockstep/recorder/tree.py made of it."""
+"""Build a model again from the tree that lockstep/recorder/tree.py made of it."""
 
 import builtins
 import collections
@@ -23,46 +23,60 @@ from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
 
 
-# A script may register what cannot be registered twice. It is run again where it would have an earlier process group.
+# Cached, as a script may register what cannot be registered twice. The number of the process group is in the key:
+# with a new group, the script is run again, as it would have the earlier one.
 @functools.cache
-def _definitions(path: str, source: bytes, about: str, _of_group: int) -> Definitions:
+def _definitions(path: str, source: bytes, about: str, _group_number: int) -> Definitions:
     return Definitions(Script(Path(path), source), **json.loads(about))
 
 
-# What a recording may name of Python's own: classes, and functions that run no text and open nothing
+# Python's built-ins that a recording may name: classes, and functions that run no text as code and open no file
 HARMLESS = {
-    *(one for one in vars(builtins).values() if isinstance(one, type)),
+    *(builtin for builtin in vars(builtins).values() if isinstance(builtin, type)),
     *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
 }
 
 
-# Of torch and Python, whose functions a recording may name: no others, as some run texts or load files
+# Modules of torch and Python whose functions a recording may name. Others may run text as code or load files.
 FUNCTIONS = {
     "math",
     "torch.functional",
     "torch.nn.functional",
     "torch.nn.init",
     "torch.utils.checkpoint",
-    *("torch", *(f"torch._C._{of}" for of in ("nn", "linalg", "special", "fft", "sparse"))),
+    *("torch", *(f"torch._C._{part}" for part in ("nn", "linalg", "special", "fft", "sparse"))),
 }
 
-GENERIC = {"builtins", "collections", "collections.abc"}  # whose classes annotations are made of
+# Modules whose classes annotations such as list[int] are made of
+GENERIC = {"builtins", "collections", "collections.abc"}
 
 
 def _module_of(function: Any) -> str:
-    """The module that a function is of; "torch" only for what is built in there, such as torch.tanh."""
+    """Return the name of the module that defines a function; "" if there is none.
+
+    "torch" is returned for built-in functions alone, such as torch.tanh; other functions of that module get "".
+    """
     module = getattr(function, "__module__", None) or ""
     return "" if module == "torch" and not isinstance(function, types.BuiltinFunctionType) else module
 
 
-def _enlist(module: torch.nn.Module) -> None:
-    """Do what the constructor of a model of transformers does beside the model: say which outputs of its modules it may be asked for."""
+def _register_recordable_outputs(module: torch.nn.Module) -> None:
+    """Register which outputs of its modules a transformers model may be asked for.
+
+    The model's constructor does this outside of the model, and it is not called here.
+    """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None and hasattr(module, "_can_record_outputs"):
         capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 class Building:
+    """Builds modules, parameters and values from JSON.
+
+    `tensors` are the recorded tensors by name, such as buffer/NAME. `scripts` has, by path, what was recorded of scripts.
+    Methods raise ValueError for what a recording may not name.
+    """
+
     def __init__(self, tensors: dict[str, torch.Tensor], scripts: TREE):
         self.tensors, self.scripts = tensors, scripts
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -71,21 +85,21 @@ class Building:
         self.packages = {*PACKAGES, *map(package_of, scripts)}
 
     def module(self, tree: TREE, name: str) -> torch.nn.Module:
-        kind = self.find(tree["class"])
-        if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+        module_class = self.find(tree["class"])
+        if not (isinstance(module_class, type) and issubclass(module_class, torch.nn.Module)):
             raise ValueError(f"{tree['class']} is no torch.nn.Module")
-        # Whose functions are none of a model's
+        # Functions of Lockstep are none of a model's.
         self.packages |= {package_of(tree["class"])} - {"lockstep"}
-        module = kind.__new__(kind)
+        module = module_class.__new__(module_class)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
-        for key, about in tree["parameters"].items():
-            module._parameters[key] = None if about is None else self.parameter(about)
-        for key, about in tree["buffers"].items():
-            module._buffers[key] = None if about is None else self.tensors[f"buffer/{about['is']}"]
+        for key, recorded in tree["parameters"].items():
+            module._parameters[key] = None if recorded is None else self.parameter(recorded)
+        for key, recorded in tree["buffers"].items():
+            module._buffers[key] = None if recorded is None else self.tensors[f"buffer/{recorded['is']}"]
         for key, child in tree["children"].items():
-            inner_name = f"{name}.{key}" if name else key
-            module._modules[key] = None if child is None else self.module(child, inner_name)
+            child_name = f"{name}.{key}" if name else key
+            module._modules[key] = None if child is None else self.module(child, child_name)
         return module
 
     def parameter(self, about: TREE) -> torch.nn.Parameter:
@@ -98,14 +112,14 @@ class Building:
         return self.parameters[name]
 
     def fill(self, tree: TREE, name: str) -> None:
-        """Attributes, once all modules are there."""
+        """Set the attributes of a module and of its children, once all modules are built."""
         module = self.modules[name]
-        for key, value in tree["attributes"].items():
-            made = self.value(value)
-            if callable(made) and hasattr(torch.nn.Module, key) and key != "forward":
+        for key, recorded in tree["attributes"].items():
+            value = self.value(recorded)
+            if callable(value) and hasattr(torch.nn.Module, key) and key != "forward":
                 raise ValueError(f"{key} would be called for a method of torch.nn.Module")
-            module.__dict__[key] = made
-        _enlist(module)
+            module.__dict__[key] = value
+        _register_recordable_outputs(module)
         if "parametrizations" in tree["children"]:
             parametrize._inject_new_class(module)
             for key in tree["children"]["parametrizations"]["children"]:
@@ -115,121 +129,129 @@ class Building:
                 self.fill(child, f"{name}.{key}" if name else key)
 
     def register(self, hooks: list[list[str]]) -> None:
-        """Methods of modules as hooks of others: lockstep/recorder/tree.py names them."""
+        """Register methods of modules as hooks of others. `own_hooks` of lockstep/recorder/tree.py lists them."""
         for name, register, owner, method in hooks:
             if register not in ("register_forward_pre_hook", "register_forward_hook"):
                 raise ValueError(f"{register} registers no hook")
             getattr(self.modules[name], register)(self.value({"method": [{"module": owner}, method]}))
 
     def find(self, name: str) -> Any:
-        """What `name_of` names."""
+        """Return the class or function that has this name by `name_of` of lockstep/recorder/tree.py."""
         module, _, path = name.partition(":")
         if not module.endswith(".py"):
             return attribute_of(importlib.import_module(module), path)
         return self.definitions(module).find(path, self.value)
 
     def definitions(self, script: str) -> Definitions:
-        about = self.scripts.get(script, {"package": None, "values": {}})
+        recorded = self.scripts.get(script, {"package": None, "values": {}})
         if not Path(script).is_file():
             raise ImportError(f"the script {script} is not there")
         user_file.require_to_run(Path(script))
-        found = _definitions(script, Path(script).read_bytes(), json.dumps(about), process_group.number)
-        found.enlist()  # those of another recording may be in its place
-        return found
+        definitions = _definitions(
+            script, Path(script).read_bytes(), json.dumps(recorded), process_group.number
+        )
+        # In sys.modules, those of another recording may be in their place.
+        definitions.enlist()
+        return definitions
 
     def named(self, name: str) -> Any:
-        """A function or class of torch, or of a package that the model's own classes are of."""
+        """Return a function or class of torch, or of a package that the model's own classes are of."""
         if package_of(name) not in self.packages:
             raise ValueError(f"{name} is of no package that the model's classes are of")
         parts = name.partition(":")[2].split(".")
-        if any(one.startswith("__") for one in parts):  # such as all names of a function's file
+        # Such as __globals__, which has all names of a function's file
+        if any(part.startswith("__") for part in parts):
             raise ValueError(f"{name} is no class or function that a recording may name")
-        found = self.find(name)
+        value = self.find(name)
         script = name.partition(":")[0]
         if script.endswith(".py"):
-            # What it imports is of other files, such as os.system.
-            if getattr(found, "__module__", None) != user_file.module_name(Path(script)):
+            # What the script imports, such as os.system, is defined in other files.
+            if getattr(value, "__module__", None) != user_file.module_name(Path(script)):
                 raise ValueError(f"{name} is not defined in that file")
-            return found
-        # A package's module has others among its names, such as os; and Python's own functions run texts.
-        package = package_of(getattr(found, "__module__", None) or name)
-        is_own = any(found is one for one in vars(builtins).values())
-        is_function = package in PACKAGES and not isinstance(found, type) and callable(found)
-        is_function &= type(found).__module__ != "typing"  # such as Union
-        known = not is_function or found in HARMLESS or _module_of(found) in FUNCTIONS
-        if package not in self.packages or not known or (is_own and found not in HARMLESS):
+            return value
+        # A package's module also has other modules among its names, such as os. And some of Python's built-in
+        # functions run text as code.
+        package = package_of(getattr(value, "__module__", None) or name)
+        is_builtin = any(value is builtin for builtin in vars(builtins).values())
+        is_function = package in PACKAGES and not isinstance(value, type) and callable(value)
+        # Union is callable, too.
+        is_function &= type(value).__module__ != "typing"
+        is_allowed = not is_function or value in HARMLESS or _module_of(value) in FUNCTIONS
+        if package not in self.packages or not is_allowed or (is_builtin and value not in HARMLESS):
             raise ValueError(f"{name} is no class or function that a recording may name")
-        return found
+        return value
 
     def value(self, value: Any) -> Any:
+        """Return the value that JSON of `Describing.value` of lockstep/recorder/tree.py stands for."""
         if isinstance(value, list):
-            return [self.value(one) for one in value]
+            return [self.value(element) for element in value]
         if not isinstance(value, dict):
             return value
-        [(kind, inside), *_] = value.items()
+        [(kind, content), *_] = value.items()
         if kind in SEQUENCES:
-            return SEQUENCES[kind]([self.value(one) for one in inside])
+            return SEQUENCES[kind]([self.value(element) for element in content])
         match kind:
             case "float":
-                return float(inside)
+                return float(content)
             case "dict":
-                return {self.value(key): self.value(one) for key, one in inside}
+                return {self.value(key): self.value(item) for key, item in content}
             case "defaultdict":
-                factory, content = map(self.value, inside)
+                factory, items = map(self.value, content)
                 if factory is not None and factory not in HARMLESS:
                     raise ValueError(
                         "a defaultdict makes its values by another class than one of Python's own"
                     )
-                return collections.defaultdict(factory, content)
+                return collections.defaultdict(factory, items)
             case "id":
-                return id(self.parameters.get(inside))
+                return id(self.parameters.get(content))
             case "dtype":
-                return getattr(torch, inside)
+                return getattr(torch, content)
             case "device":
                 return torch.device("cpu")
             case "tensor":
-                return self.parameters.get(inside, self.tensors.get(f"buffer/{inside}"))
+                return self.parameters.get(content, self.tensors.get(f"buffer/{content}"))
             case "process group":
                 return process_group.group()
             case "attribute":
-                return self.tensors[f"attribute/{inside}"]
+                return self.tensors[f"attribute/{content}"]
             case "module":
-                return self.modules[inside]
+                return self.modules[content]
             case "enum":
-                members = getattr(self.named(inside), "__members__", {})
+                members = getattr(self.named(content), "__members__", {})
                 return members[value["name"]]
             case "namedtuple":
-                return _tuple(self.named(inside), map(self.value, value["values"]))
+                return _named_tuple(self.named(content), map(self.value, value["values"]))
             case "annotation":
-                made_of, given = map(self.value, inside)
-                # An object may say of itself that it is of typing.
-                own = isinstance(made_of, type) and made_of.__module__ in GENERIC
-                if not (own or type(made_of).__module__ == "typing"):
-                    raise ValueError(f"{made_of} is no annotation")
-                return operator.getitem(made_of, given)
+                generic, type_arguments = map(self.value, content)
+                # The type is asked, as an object's own __module__ may be a false "typing".
+                is_generic = isinstance(generic, type) and generic.__module__ in GENERIC
+                if not (is_generic or type(generic).__module__ == "typing"):
+                    raise ValueError(f"{generic} is no annotation")
+                return operator.getitem(generic, type_arguments)
             case "partial":
-                function, arguments, options = map(self.value, inside)
+                function, arguments, options = map(self.value, content)
                 return functools.partial(function, *arguments, **options)
             case "method":
-                # Of the model's modules, and what their classes define: a method's own attributes lead everywhere.
-                module, name = self.modules[inside[0]["module"]], inside[1]
+                # Only a function that the class of a module of the model defines: attributes of methods lead everywhere.
+                module, name = self.modules[content[0]["module"]], content[1]
                 method = inspect.getattr_static(type(module), name)
                 if not isinstance(method, types.FunctionType):
                     raise ValueError(f"{name} is no method of {type(module).__name__}")
                 return types.MethodType(method, module)
             case "named":
-                return self.named(inside)
+                return self.named(content)
             case "function":
                 return self.function(value)
             case "left":
-                return surroundings.Left({key: self.value(one) for key, one in inside.items()})
+                return surroundings.Left({key: self.value(item) for key, item in content.items()})
             case "same":
-                return self.objects[inside]
+                return self.objects[content]
             case "object":
                 return self.object(value)
         raise ValueError(f"{kind} is no kind of value")
 
     def function(self, about: TREE) -> types.FunctionType:
+        """Return a function that no file has by a name, described by lockstep/recorder/functions.py."""
         name = about["function"]
         if package_of(name) not in self.packages - PACKAGES or "<" not in about["path"]:
             raise ValueError(f"{name} is of no package that the model's own classes are of")
@@ -240,28 +262,28 @@ class Building:
         return functions.made(about, Path(name).read_bytes(), names, self.value)
 
     def object(self, about: TREE) -> object:
-        kind = self.named(about["object"])
-        made = self.objects[about["number"]] = kind.__new__(kind)
-        for key, value in about["attributes"].items():
-            made.__dict__[key] = self.value(value)
-        if isinstance(made, dict):
-            dict.update(made, [(str(key), self.value(one)) for key, one in about.get("items", [])])
-        elif isinstance(made, list):
-            list.extend(made, map(self.value, about.get("elements", [])))
-        return made
+        object_class = self.named(about["object"])
+        instance = self.objects[about["number"]] = object_class.__new__(object_class)
+        for key, attribute in about["attributes"].items():
+            instance.__dict__[key] = self.value(attribute)
+        if isinstance(instance, dict):
+            dict.update(instance, [(str(key), self.value(item)) for key, item in about.get("items", [])])
+        elif isinstance(instance, list):
+            list.extend(instance, map(self.value, about.get("elements", [])))
+        return instance
 
 
-def _tuple(kind: Any, values: Iterable[Any]) -> tuple:
-    """A recording chooses the class, so that nothing else is called."""
+def _named_tuple(kind: Any, values: Iterable[Any]) -> tuple:
+    """Return a named tuple of the class `kind`. The recording names the class, so nothing of it is called."""
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise ValueError(f"{kind} is no named tuple")
     return tuple.__new__(kind, values)
 
 
 def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """The model again: its parameters are on the meta device, its buffers are those of `tensors`.
+    """Build the model again. Its parameters are on the meta device, its buffers are those of `tensors`.
 
-    Raises UserError for a class or an attribute that is not there any more.
+    Raises UserError for a class or an attribute that no longer exists.
     """
     if tree["hooks"]:
         raise UserError(
@@ -272,7 +294,8 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         user_file.search(Path(path))
     if "surroundings" in tree:
         surroundings.set_environment(tree)
-    # No mode sees what a scripted function casts; but torch's own formulas for forward-mode derivatives are scripted when they are loaded.
+    # Scripting is turned off, as no mode sees what a scripted function casts. Torch's own formulas for forward-mode
+    # derivatives are scripted when they are loaded, so they are loaded before.
     torch.autograd.forward_ad._maybe_load_decompositions()
     torch.jit._state.disable()
     try:
@@ -285,39 +308,46 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
         raise CannotComputeError(
             f"the recorded model cannot be built again ({error}); judge it where its code can be imported, with the packages of the run"
         ) from error
-    # A class may have a method of its own, which must be told and returns nothing
+    # A statement of its own: a class may have a `train` of its own, which must be called and may return None.
     model.train(True)
     return model
 
 
 def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Values as in `state_of`, of copies of the tensors that are in them."""
+    """Set attributes of modules to values as `state_of` of lockstep/recorder/state.py returns them.
+
+    The tensors that are in the values are copied.
+    """
     modules = dict(model.named_modules())
-    building = Building({f"attribute/{name}": one.clone() for name, one in tensors.items()}, {})
+    building = Building({f"attribute/{name}": tensor.clone() for name, tensor in tensors.items()}, {})
     for name, value in values.items():
         module, _, key = name.rpartition(":")
         if module in modules:
-            _set(modules[module].__dict__, key, building.value(value))
+            _set_attribute(modules[module].__dict__, key, building.value(value))
 
 
-def _set(names: dict[str, Any], key: str, value: Any) -> None:
-    """An attribute; OBJECT.KEY is an attribute, or else an item, of an object that is one."""
-    first, _, inside = key.partition(".")
-    if not inside:
+def _set_attribute(names: dict[str, Any], key: str, value: Any) -> None:
+    """Set one of the attributes `names` of a module. OBJECT.KEY is an attribute of the object, or else an item."""
+    first, _, inner_key = key.partition(".")
+    if not inner_key:
         names[key] = value
-    elif first not in names:  # which could not be built again
+    elif first not in names:
+        # The object could not be built again.
         return
-    elif inside in getattr(names[first], "__dict__", {}):
-        names[first].__dict__[inside] = value
+    elif inner_key in getattr(names[first], "__dict__", {}):
+        names[first].__dict__[inner_key] = value
     else:
-        dict.__setitem__(names[first], inside, value)
+        dict.__setitem__(names[first], inner_key, value)
 
 
 def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Let the parameters of a model that was built be these tensors, in place: tied ones stay tied, and lists that hold them do, too."""
+    """Give the parameters of a model that was built these values, in place.
+
+    So tied parameters stay tied, and lists that hold parameters still hold them.
+    """
     for name, parameter in model.named_parameters():
-        whole = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, whole)
+        weight = torch.nn.Parameter(weights[name], requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, weight)
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module._init_flat_weights()

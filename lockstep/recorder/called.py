@@ -1,4 +1,7 @@
-"""A micro batch as the reference is called with it: of the ranks that saw the same, and made whole where they have pieces of its samples."""
+"""A micro batch as the reference is called with it.
+
+Ranks that were called with the same tensors share one. Where ranks have pieces of samples, the pieces are joined.
+"""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -10,9 +13,9 @@ from lockstep.ground.errors import UserError
 from lockstep.recorder import pieces
 from lockstep.recorder.recorded_step import MicroBatch
 
-IGNORED = (-100, -1)  # labels that count for no token
-LABELS = ("label", "target")  # in the names of what a model is called with
-LOG_PROBS = "log_probs"  # what a model of TRL returns in the place of logits
+IGNORED = (-100, -1)  # labels of tokens that do not count
+LABELS = ("label", "target")  # words in the names of arguments that are labels
+LOG_PROBS = "log_probs"  # the field that a model of TRL returns instead of logits
 
 
 def is_label(name: str) -> bool:
@@ -23,84 +26,96 @@ def is_label(name: str) -> bool:
 class Called:
     """One micro batch, and the ranks that were called with it."""
 
-    number: int  # in its step, from 0
+    number: int  # of the micro batch in its step, from 0
     ranks: list[int]
     about: MicroBatch
     tensors: dict[str, torch.Tensor]
     losses: dict[int, float] = field(default_factory=dict)  # by rank
-    # The gradients, other than zero, that arrived from the loop at tensors that the model returned; its scalars' are in `about`
+    # The gradients that arrived from the loop at tensors that the model returned, by name, without those of zeros alone.
+    # Those of scalars are in `about`.
     arrived: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Classes, of a loss that the loop makes itself; -1 where none counts
+    # Class indices that a loss of the loop's own has for targets; -1 where a target does not count
     targets: torch.Tensor | None = None
-    # The part of a parameter's gradient that comes from the loop's own loss, not by way of what the model returned
+    # By parameter: the part of its gradient that the loop's own loss gives it, not through what the model returned
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
-    piece: "Piece | None" = None  # of samples that are cut
-    # The state of torch's generator before it, if the model drew from it
+    piece: "Piece | None" = None  # if the samples are cut into pieces
+    # The state of torch's generator before the forward pass, if the model drew from it
     random: torch.Tensor | None = None
-    of_tensors: bool = (
-        False  # whether a gradient, perhaps of zeros, arrived at tensors that the model returned
-    )
-    # Of what the model was called with, for a trial
+    # Whether a gradient, perhaps of zeros, arrived at tensors that the model returned
+    of_tensors: bool = False
+    # Arguments that replace those that the model was called with, for a trial
     instead: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_zero(self) -> bool:
-        """Whether zeros alone arrived at what the model returned, or a piece has no label."""
+        """Whether nothing but zeros arrived at what the model returned, or this is a piece without labels."""
         if self.piece is not None and self.piece.labels == 0:
             return True
-        known = self.about.loss is None or self.of_tensors
-        return known and not self.arrived and not any(self.about.scalars.values())
+        is_known = self.about.loss is None or self.of_tensors
+        return is_known and not self.arrived and not any(self.about.scalars.values())
 
     @property
     def twice(self) -> "Called":
-        """The same, with twice the gradients that arrived."""
-        scalars = {name: 2 * one for name, one in self.about.scalars.items()}
+        """The same micro batch, with twice the gradients that arrived."""
+        scalars = {name: 2 * gradient for name, gradient in self.about.scalars.items()}
         arrived, beside = (
-            {name: 2 * one for name, one in each.items()} for each in (self.arrived, self.beside)
+            {name: 2 * gradient for name, gradient in gradients.items()}
+            for gradients in (self.arrived, self.beside)
         )
         about = self.about.model_copy(update={"scalars": scalars})
         return replace(self, about=about, arrived=arrived, beside=beside)
 
     def whole_of(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
-        """One tensor, or chunks of the rows of tokens, such as of logits; None for others, such as those of several heads."""
+        """Join chunks along the dim of tokens, such as those of logits: (rows, tokens of the chunk, classes).
+
+        One tensor is returned as it is. Tensors that are no chunks, such as those of several heads, give None.
+        """
         if len(tensors) < 2:
             return next(iter(tensors), None)
-        if tensors[0].ndim != 3 or len({one.shape[::2] for one in tensors}) > 1:
+        if tensors[0].ndim != 3 or len({chunk.shape[::2] for chunk in tensors}) > 1:
             return None
-        rows = (len(tensors[0]), sum(one.shape[1] for one in tensors))
-        known = any(one.shape == rows and not one.is_floating_point() for one in self.tensors.values())
-        return torch.cat(tensors, 1) if known else None
+        shape = (len(tensors[0]), sum(chunk.shape[1] for chunk in tensors))
+        has_tokens = any(
+            tensor.shape == shape and not tensor.is_floating_point() for tensor in self.tensors.values()
+        )
+        return torch.cat(tensors, 1) if has_tokens else None
 
     def fill_chunks(self, returned: dict[str, torch.Tensor]) -> None:
-        """Of chunks, zeros arrived where no token counts: let them be there, and all in their order."""
-        some = next(iter(self.arrived.values()), None)
-        if some is None or some.ndim != 3:
+        """Add gradients of zeros for chunks in which no token counts, and put all chunks in their order.
+
+        `returned` are the tensors that the model returns. `arrived` has no gradient of zeros.
+        """
+        first = next(iter(self.arrived.values()), None)
+        if first is None or first.ndim != 3:
             return
-        alike = {name: one for name, one in returned.items() if one.shape[::2] == some.shape[::2]}
-        if self.arrived.keys() <= alike.keys() and self.whole_of([*alike.values()]) is not None:
+        chunks = {name: tensor for name, tensor in returned.items() if tensor.shape[::2] == first.shape[::2]}
+        if self.arrived.keys() <= chunks.keys() and self.whole_of([*chunks.values()]) is not None:
             self.arrived = {
-                name: self.arrived.get(name, some.new_zeros(one.shape)) for name, one in alike.items()
+                name: self.arrived.get(name, first.new_zeros(chunk.shape)) for name, chunk in chunks.items()
             }
 
     @property
     def first(self) -> "Called":
-        """The first piece of its samples."""
+        """The first piece of the same samples; the micro batch itself if it is no piece."""
         return self if self.piece is None else self.piece.all[0]
 
     @property
     def other_loss(self) -> str | None:
-        """The scalar that the loop trains on alone, where the model returns it by a name like `total_loss`, or leaves it in a module by such a name."""
-        trained = [name for name, one in self.about.scalars.items() if one]
-        alone = self.about.loss is None and not self.arrived and len(trained) == 1
-        return trained[0] if alone and "loss" in trained[0].rpartition(":")[2].lower() else None
+        """The name of the one scalar that the loop trains on, if "loss" is in it, as in `total_loss`; else None.
+
+        The model returns the scalar, or leaves it as an attribute of a module.
+        """
+        trained = [name for name, gradient in self.about.scalars.items() if gradient]
+        is_alone = self.about.loss is None and not self.arrived and len(trained) == 1
+        return trained[0] if is_alone and "loss" in trained[0].rpartition(":")[2].lower() else None
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loop makes a loss of its own, with the model's own in it or without it."""
+        """Whether the loop computes a loss of its own, with or without the model's loss in it."""
         return self.other_loss is None and (self.about.loss is None or bool(self.arrived))
 
     def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
-        """Whether another micro batch is the same, bit for bit."""
+        """Whether another micro batch, with these `tensors`, has the same inputs, bit for bit."""
         return (
             self.tensors.keys() == tensors.keys()
             and self.about.plain == about.plain
@@ -110,44 +125,56 @@ class Called:
 
 @dataclass
 class Piece:
-    """A micro batch is called again with all pieces, and with the labels of its own alone: what others have in their places counts for no token."""
+    """One of the pieces that samples are cut into.
+
+    The reference is called with all pieces, but with the labels of this one alone: labels of the others are ignored.
+    """
 
     pieces: pieces.Pieces
     number: int
-    all: list[Called]  # in their order; this one, too
-    own: dict[str, torch.Tensor]  # what its ranks were called with
-    labels: int | None  # that it has; None if none are known
+    all: list[Called]  # all pieces in order, with this one
+    own: dict[str, torch.Tensor]  # what the ranks of this piece were called with
+    labels: int | None  # how many labels count in this piece; None if no labels are known
 
     def cut(self, whole: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-        """What this piece has of a tensor."""
+        """Return the part of a tensor that this piece has."""
         return self.pieces.cut(whole, self.number, shape)
 
 
 def put_together(found: list[Called], groups: list[list[int]]) -> None:
-    """Micro batches that are pieces of the same samples, as their positions say, get the tensors of all. Their ranks communicate."""
-    for number, group in itertools.product(sorted({one.number for one in found}), sorted(groups, key=len)):
-        of_ranks = {rank: one for one in found if one.number == number for rank in one.ranks}
-        members = list({id(of_ranks[rank]): of_ranks[rank] for rank in group if rank in of_ranks}.values())
-        positions = [pieces.positions_of(one.tensors) for one in members]
-        known = [one for one in positions if one is not None]
-        if len(known) < max(len(members), 2) or any(one.piece for one in members):
+    """Join the pieces of samples that ranks were called with. Positions say which piece belongs where.
+
+    `found` are the micro batches of a step; each piece gets the tensors of the whole. `groups` are the ranks of each
+    process group: ranks with pieces of the same samples communicate.
+    """
+    for number, group in itertools.product(
+        sorted({called.number for called in found}), sorted(groups, key=len)
+    ):
+        by_rank = {rank: called for called in found if called.number == number for rank in called.ranks}
+        members = list({id(by_rank[rank]): by_rank[rank] for rank in group if rank in by_rank}.values())
+        positions = [pieces.positions_of(called.tensors) for called in members]
+        known = [of_piece for of_piece in positions if of_piece is not None]
+        if len(known) < max(len(members), 2) or any(called.piece for called in members):
             continue
         cut = pieces.find(known)
         if cut is not None:
-            own = [one.tensors for one in members]
-            shared = [name for name in own[0] if all(name in one for one in own)]
-            whole = {name: cut.joined([one[name] for one in own]) for name in shared}
-            for place, one in enumerate(members):
-                one.tensors = own[place] | {name: of for name, of in whole.items() if of is not None}
-                one.piece = Piece(cut, place, members, own[place], _mask_labels(one, cut, place))
+            parts = [called.tensors for called in members]
+            shared = [name for name in parts[0] if all(name in tensors for tensors in parts)]
+            joined = {name: cut.joined([tensors[name] for tensors in parts]) for name in shared}
+            for index, called in enumerate(members):
+                called.tensors = parts[index] | {
+                    name: tensor for name, tensor in joined.items() if tensor is not None
+                }
+                called.piece = Piece(cut, index, members, parts[index], _mask_labels(called, cut, index))
 
 
 def require_whole(called: Called) -> None:
-    """Raise UserError for a piece, as its positions say, whose others were not found."""
+    """Raise UserError if positions say that a micro batch is a piece of samples, and the other pieces were not found."""
     positions = None if called.piece else pieces.positions_of(called.tensors)
-    if positions is None or int(positions.min()) <= 1:  # 1 is that of padding
+    # Position 1 is that of padding.
+    if positions is None or int(positions.min()) <= 1:
         return
-    # Not of some tokens, such as masked ones
+    # Otherwise the positions are those of some tokens, such as masked ones.
     if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:
         raise UserError(
             f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
@@ -155,19 +182,22 @@ def require_whole(called: Called) -> None:
         )
 
 
-def _mask_labels(called: Called, cut: pieces.Pieces, place: int) -> int | None:
-    """Leaves the labels of one piece; returns how many, None if none are known."""
-    number = None
+def _mask_labels(called: Called, cut: pieces.Pieces, index: int) -> int | None:
+    """Ignore all labels but those of piece `index`. Return how many of these count; None if no labels are known."""
+    count = None
     for name, tensor in called.tensors.items():
-        known = is_label(name) and not tensor.is_floating_point()
-        if known and tensor.shape[-1:] == (cut.length,):
-            ignored = next((one for one in IGNORED if bool((tensor == one).any())), IGNORED[0])
-            own = cut.places[place]
-            called.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, own, tensor[..., own])
-            number = (number or 0) + int((called.tensors[name] != ignored).sum())
-    return number
+        has_classes = is_label(name) and not tensor.is_floating_point()
+        if has_classes and tensor.shape[-1:] == (cut.length,):
+            ignored = next((label for label in IGNORED if bool((tensor == label).any())), IGNORED[0])
+            at = cut.places[index]
+            called.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, at, tensor[..., at])
+            count = (count or 0) + int((called.tensors[name] != ignored).sum())
+    return count
 
 
 def shares_of(micro: list[Called]) -> list[int]:
-    """The data-parallel share of each micro batch, by the first rank that was called with it, or with another piece of it."""
+    """Return the data-parallel share of each micro batch.
+
+    It is named by the first rank that was called with the micro batch or, if that is a piece, with the first piece.
+    """
     return [called.first.ranks[0] for called in micro]

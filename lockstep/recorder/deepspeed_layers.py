@@ -1,4 +1,4 @@
-"""The layers that DeepSpeed's AutoTP puts in the place of torch's: what was there before, and which part of its weight a rank has."""
+"""The layers by which DeepSpeed's AutoTP replaces torch's: what was there before, and which part of a weight a rank has."""
 
 from typing import Any
 
@@ -13,26 +13,26 @@ EMBEDDING = {"max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False, "s
 
 
 def noted(tensor: torch.Tensor) -> dict[str, Any]:
-    """What AutoTP notes of a parameter of its layers: original_shape, partition_dim, partition_sizes; of another, {}."""
+    """Return AutoTP's note on a parameter of its layers (original_shape, partition_dim, partition_sizes); {} for others."""
     return getattr(tensor, "ds_autotp_universal_checkpoint_meta", {})
 
 
 def runs(parameter: torch.Tensor) -> list[Runs] | None:
-    """The places that this rank's part of a parameter has along each dim of the whole; None for one that AutoTP has not cut."""
-    about = noted(parameter)
-    cut = about.get("partition_dim")
-    if cut is None:
+    """Return the runs of this rank's shard along each dim of the whole parameter; None if AutoTP has not cut it."""
+    note = noted(parameter)
+    cut_dim = note.get("partition_dim")
+    if cut_dim is None:
         return None
     from deepspeed.utils import groups
 
-    found, sizes = [[(0, size)] for size in about["original_shape"]], about["partition_sizes"]
+    by_dim, sizes = [[(0, size)] for size in note["original_shape"]], note["partition_sizes"]
     rank = groups.get_tensor_model_parallel_rank()
-    found[cut] = [(sum(sizes[:rank]), sizes[rank])]
-    return found
+    by_dim[cut_dim] = [(sum(sizes[:rank]), sizes[rank])]
+    return by_dim
 
 
 def before(module: torch.nn.Module) -> tuple[type, dict[str, Any]]:
-    """The class and the attributes of the layer that was there. Raises UserError for one that is not known any more."""
+    """Return the class and the attributes of the layer that was replaced. Raises UserError if these are no longer known."""
     name = type(module).__name__
     if name in LINEAR:
         return torch.nn.Linear, {} if "bias" in module._parameters else {"bias": None}

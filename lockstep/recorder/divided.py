@@ -1,6 +1,6 @@
 """Attributes of modules that a script divides by the size of a tensor-parallel group, as `attention.n_heads //= mesh.size()`.
 
-The code of each rank then computes its shard. One process has the whole, and needs the number from before.
+The code of each rank then computes its shard. One process has the whole, and needs the number from before the division.
 """
 
 import functools
@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.recorder.patches import Undo, replace
 
+# What attributes were before they were divided, by name, of each module
 BEFORE = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, int]]()
 
 
 def see_divisions() -> Undo:
-    """Until it is undone, numbers of modules are noted that are set to a divisor of what they were."""
+    """Note in BEFORE the integer attributes of modules that are set to a divisor of what they were, until this is undone."""
     real = torch.nn.Module.__setattr__
 
     @functools.wraps(real)
@@ -31,33 +32,40 @@ def see_divisions() -> Undo:
 
 
 def sizes_of(model: torch.nn.Module) -> dict[int, set[int]]:
-    """By the id of a parameter: the sizes of the mesh's dims that it is sharded over, but for FSDP2's."""
-    if not BEFORE:  # as for most models, before each micro batch
+    """Return the sizes of the mesh dims that each parameter is sharded over, by its id, without FSDP2's mesh dims."""
+    # This is called before each micro batch, and most models have nothing divided.
+    if not BEFORE:
         return {}
-    of_fsdp = {  # how many dims of a parameter's mesh are FSDP2's, which come first
-        id(one.sharded_param): group.mesh_info.mesh.ndim
+    # How many dims of a parameter's mesh are FSDP2's. They come first.
+    fsdp_dims = {
+        id(fsdp_parameter.sharded_param): group.mesh_info.mesh.ndim
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in [module._get_fsdp_state()._fsdp_param_group]
         if group
-        for one in group.fsdp_params
+        for fsdp_parameter in group.fsdp_params
     }
-    found: dict[int, set[int]] = {}
-    for one in model.parameters():
-        if isinstance(one, DTensor):
-            dims = range(of_fsdp.get(id(one), 0), one.device_mesh.ndim)
-            found[id(one)] = {one.device_mesh.size(dim) for dim in dims if one.placements[dim].is_shard()}
-    return found
+    sizes: dict[int, set[int]] = {}
+    for tensor in model.parameters():
+        if isinstance(tensor, DTensor):
+            dims = range(fsdp_dims.get(id(tensor), 0), tensor.device_mesh.ndim)
+            sizes[id(tensor)] = {
+                tensor.device_mesh.size(dim) for dim in dims if tensor.placements[dim].is_shard()
+            }
+    return sizes
 
 
 def wholes(module: torch.nn.Module, sizes: dict[int, set[int]]) -> dict[str, int]:
-    """What attributes were before they were divided by a size that weights of the module are sharded over."""
-    known = BEFORE.get(module)
-    if not known:
+    """Return the attributes of a module from before they were divided, by name.
+
+    Only a division by a size that the module's weights are sharded over counts. `sizes` are those of `sizes_of`.
+    """
+    noted = BEFORE.get(module)
+    if not noted:
         return {}
-    of_module = set[int]().union(*(sizes.get(id(one), ()) for one in module.parameters()))
+    module_sizes = set[int]().union(*(sizes.get(id(tensor), ()) for tensor in module.parameters()))
     return {
         name: before
-        for name, before in known.items()
-        if any(vars(module).get(name) == before / size for size in of_module)
+        for name, before in noted.items()
+        if any(vars(module).get(name) == before / size for size in module_sizes)
     }

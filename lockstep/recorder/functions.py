@@ -1,6 +1,6 @@
 """Functions that no file has by a name: a lambda that a module keeps, or a function that is defined inside of another.
 
-One is found again by its place in its file, and is given what it encloses.
+Such a function is found again by its place in its file, and is given the values that it encloses.
 """
 
 import builtins
@@ -16,11 +16,14 @@ from typing import Any
 from lockstep.recorder.script import Definitions
 
 TREE = dict[str, Any]
-MOST = 100_000  # characters of JSON
+MOST = 100_000  # characters of a function's JSON
 
 
 class Names(dict[str, Any]):
-    """The names of a script, whose statements run when a function first reads what they define: one that is merely kept runs none."""
+    """The globals of a script's functions. A statement of the script runs when a function first reads what it defines.
+
+    So a function that is kept and never called runs no statement.
+    """
 
     def __init__(self, path: str, definitions: Definitions, value: Callable[[Any], Any]):
         super().__init__(__file__=path, __builtins__=builtins)
@@ -36,55 +39,61 @@ def is_nameless(function: Any) -> bool:
 
 
 def enclosed(function: types.FunctionType) -> dict[str, Any]:
-    """The values that a function encloses, without those that are not there yet."""
-    found = {}
+    """Return the values that a function encloses, by name. Names without a value yet are left out."""
+    values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def described(function: types.FunctionType, value: Callable[[Any, str], Any], where: str) -> TREE:
-    """As JSON, with what `value` makes of the values that belong to it.
+    """Describe a function as JSON. `value(v, where)` returns the JSON of a value that it encloses or has as a default.
 
-    Raises ValueError for one that encloses a name without a value, a name that it gives other values, or much data.
+    Raises ValueError if the function encloses a name without a value, a name that it assigns to, or much data.
     """
     code = function.__code__
-    if {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"} & {
+    if {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"} & {
         *code.co_freevars
     }:
         raise ValueError("a function that changes what it encloses")
-    own = enclosed(function)
-    if len(own) < len(code.co_freevars):
+    enclosed_values = enclosed(function)
+    if len(enclosed_values) < len(code.co_freevars):
         raise ValueError("a function that encloses a name without a value")
-    about = {
+    description = {
         "line": code.co_firstlineno,
         "path": function.__qualname__,
         "digest": _digest(code),
-        "enclosed": {name: value(one, f"{where}.{name}") for name, one in own.items()},
+        "enclosed": {name: value(v, f"{where}.{name}") for name, v in enclosed_values.items()},
         "defaults": value(function.__defaults__, where),
         "named_defaults": value(function.__kwdefaults__, where),
     }
-    if len(json.dumps(about)) > MOST:
+    if len(json.dumps(description)) > MOST:
         raise ValueError("a function that encloses much data")
-    return about
+    return description
 
 
 def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -> types.FunctionType:
-    """The function again, of the file's `source` and with its `names`. Raises ValueError if the file has it no more."""
-    whole = compile(source, names["__file__"], "exec", dont_inherit=True)
+    """Make the function again from the `source` of its file, with `names` as its globals.
+
+    Raises ValueError if the file no longer has it, or has several in its place.
+    """
+    file_code = compile(source, names["__file__"], "exec", dont_inherit=True)
     place = about["path"], about["line"], about["enclosed"].keys()
-    there = [
-        one for one in codes_in(whole) if (one.co_qualname, one.co_firstlineno, {*one.co_freevars}) == place
+    candidates = [
+        code
+        for code in codes_in(file_code)
+        if (code.co_qualname, code.co_firstlineno, {*code.co_freevars}) == place
     ]
-    if len(there) > 1:  # in one line
-        there = [one for one in there if _digest(one) == about["digest"]]
-    if len({_digest(one) for one in there}) > 1 or not there:
+    # One line may have several functions.
+    if len(candidates) > 1:
+        candidates = [code for code in candidates if _digest(code) == about["digest"]]
+    if len({_digest(code) for code in candidates}) > 1 or not candidates:
         file = Path(names["__file__"]).name
         raise ValueError(
             f"{file} has no function {about['path']} in line {about['line']} any more, or several"
         )
-    code = there[0]
+    code = candidates[0]
     cells = tuple(types.CellType(value(about["enclosed"][name])) for name in code.co_freevars)
     function = types.FunctionType(code, names, code.co_name, value(about["defaults"]), cells)
     function.__kwdefaults__ = value(about["named_defaults"])
@@ -92,21 +101,21 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
 
 
 def _digest(code: types.CodeType) -> str:
-    """Of what it computes; another version of Python compiles it otherwise."""
+    """Return a hash of what code computes. Another version of Python compiles the same source to other code."""
     constants = [
-        _digest(one)
-        if isinstance(one, types.CodeType)
-        else sorted(map(repr, one))
-        if isinstance(one, frozenset)
-        else one
-        for one in code.co_consts
+        _digest(constant)
+        if isinstance(constant, types.CodeType)
+        else sorted(map(repr, constant))
+        if isinstance(constant, frozenset)
+        else constant
+        for constant in code.co_consts
     ]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Of the functions that are defined inside."""
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield one
-            yield from codes_in(one)
+    """Yield the code of all functions that are defined inside, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from codes_in(constant)

@@ -1,16 +1,24 @@
-"""64-bit hashes of tensors, made where the tensors are. They tell changes and bugs, and are no protection against somebody who means it."""
+"""64-bit hashes of tensors, computed on the tensors' device.
+
+They show changes and bugs. They are no protection against somebody who forges a tensor on purpose.
+"""
 
 import functools
 
 import torch
 
-# Odd 64-bit numbers without structure, as signed ones: the fractions of the golden ratio and of the square root of 3.
+# Odd 64-bit numbers without structure, as signed integers: the fractional parts of the golden ratio and of the
+# square root of 3
 FACTORS = (-7046029254386353131, -4942790177534073029)
-AT_ONCE = 1 << 24  # bytes, or elements of which each takes some 16 bytes on the way
+# How many bytes are hashed at once, or elements, each of which takes some 16 bytes of memory meanwhile
+AT_ONCE = 1 << 24
 
 
 def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """A 64-bit hash of each sample (dim 0), on its device. What a `mask` of the same shape leaves out, such as padding, does not count."""
+    """Return a 64-bit hash of each sample (dim 0), on the samples' device: (samples).
+
+    Elements where a `mask` of the same shape is 0, such as padding, do not count.
+    """
     rows = samples.detach().reshape(len(samples), -1)
     if rows.is_floating_point():
         rows = rows.double().view(torch.int64)
@@ -24,29 +32,27 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
 
 
 @functools.cache
-def _odd(number: int, device: torch.device) -> torch.Tensor:
-    """Odd 64-bit numbers without structure. A sum of elements times these changes with any one element."""
+def _odd_numbers(number: int, device: torch.device) -> torch.Tensor:
+    """Return `number` odd 64-bit numbers without structure. A sum of elements times these changes with any one element."""
     places = torch.arange(1, number + 1, device=device) * FACTORS[1]
     return ((places ^ (places >> 32)) * FACTORS[0]) | 1
 
 
 def hashes_of_slices(tensor: torch.Tensor, dim: int) -> list[int]:
-    """The hash of each slice along a dim, of its values as bfloat16."""
+    """Return the hash of each slice along a dim. Values are hashed as bfloat16."""
     bits = tensor.detach().bfloat16().view(torch.int16).movedim(dim, 0)
     rows = bits.reshape(len(bits), -1)
-    odd = _odd(rows.shape[1], rows.device)
+    odd = _odd_numbers(rows.shape[1], rows.device)
     number = max(1, AT_ONCE // max(rows.shape[1], 1))
-    return [value for some in rows.split(number) for value in (some.long() * odd).sum(1).tolist()]
+    return [value for chunk in rows.split(number) for value in (chunk.long() * odd).sum(1).tolist()]
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The hash of a tensor's bytes."""
+    """Return the hash of a tensor's bytes."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = (
-        flat[:whole].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:whole].clone().view(torch.int64)
-    )
-    odd = _odd(AT_ONCE // 8, flat.device)
-    parts = [(some * odd[: some.numel()]).sum() for some in words.split(AT_ONCE // 8)]
-    parts.append((flat[whole:].long() * odd[:8][: flat.numel() - whole]).sum())
-    return int((torch.stack(parts) * odd[: len(parts)]).sum())
+    end = flat.numel() // 8 * 8  # of the last whole word of 8 bytes
+    words = flat[:end].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:end].clone().view(torch.int64)
+    odd = _odd_numbers(AT_ONCE // 8, flat.device)
+    sums = [(chunk * odd[: chunk.numel()]).sum() for chunk in words.split(AT_ONCE // 8)]
+    sums.append((flat[end:].long() * odd[:8][: flat.numel() - end]).sum())
+    return int((torch.stack(sums) * odd[: len(sums)]).sum())

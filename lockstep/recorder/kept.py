@@ -1,4 +1,7 @@
-"""The tensors that a rank keeps of one step: its blocks of each, where they lie in the whole, and what has changed since the step before."""
+"""The tensors that a rank keeps of one step: its blocks of each, and where they lie in the whole.
+
+It is also kept which tensors have changed since the step before.
+"""
 
 import random
 from typing import Any
@@ -15,79 +18,88 @@ from lockstep.recorder.plain_shards import PlainShards
 
 
 class Kept:
-    """`before` are the hashes of what the step before ended with."""
+    """What a rank keeps of one step. `before` are the hashes of the tensors that the step before ended with."""
 
     def __init__(self, plain_shards: PlainShards, before: dict[str, int]):
         self.plain_shards, self.before = plain_shards, before
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, list[dict[str, Any]]] = {}
-        self.digests: dict[str, int] = {}  # of what the step ends with
-        self.begun: dict[str, int] = {}  # of what the optimizer begins with
-        self.unchanged: list[str] = []  # weights that the step before ended with
-        self.changed: list[str] = []  # weights and state that it ended otherwise with
+        self.digests: dict[str, int] = {}  # hashes of what the step ends with
+        self.begun: dict[str, int] = {}  # hashes of the state that the optimizer begins with
+        self.unchanged: list[str] = []  # weights that are what the step before ended with
+        self.changed: list[str] = []  # weights and state that are not what it ended with
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
-        """`added`: to what has arrived before."""
+        """Keep a copy of a tensor. `added`: add it to what was kept under this name before."""
         copy = copied(tensor)
         self.tensors[name] = self.tensors[name] + copy if added and name in self.tensors else copy
 
     def keep_shard(
         self, name: str, tensor: torch.Tensor, *, added: bool = False, written: bool = True
     ) -> None:
-        """This rank's blocks of a tensor, and where they lie in the whole. `written` is false for one that is written elsewhere."""
+        """Keep this rank's blocks of a tensor, and where they lie in the whole.
+
+        `added`: add them to what was kept before. `written`: keep the values, too; False if they are written elsewhere.
+        """
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             tensor = tensor.redistribute(placements=summed)
-        own = name.rpartition("/")[2]
-        runs = self.plain_shards.runs(own, tensor)
-        found = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
-        full = tensor.shape if runs is None else self.plain_shards.shapes[own]
+        last_name = name.rpartition("/")[2]
+        runs = self.plain_shards.runs(last_name, tensor)
+        parts = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
+        full = tensor.shape if runs is None else self.plain_shards.shapes[last_name]
         places = []
-        for number, (start, block) in enumerate(found):
+        for number, (start, block) in enumerate(parts):
             if written:
                 self.keep(f"{name}#{number}", block, added=added)
             places.append({"start": list(start), "shape": list(block.shape)})
         self.places[name] = [{"full": list(full)}, *places]
 
     def forget(self, prefix: str) -> None:
-        """Tensors whose names begin so."""
-        for found in (self.tensors, self.places):
-            for name in [name for name in found if name.startswith(prefix)]:
-                del found[name]
+        """Drop the tensors whose names begin with `prefix`."""
+        for by_name in (self.tensors, self.places):
+            for name in [name for name in by_name if name.startswith(prefix)]:
+                del by_name[name]
 
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter before the step."""
+        """Keep a parameter from before the step."""
         tensor = quantized.values(tensor)
-        same = self._is_as_before(f"weight/{name}", tensor)
-        if same:
+        is_unchanged = self._is_as_before(f"weight/{name}", tensor)
+        if is_unchanged:
             self.unchanged.append(f"weight/{name}")
-        self.keep_shard(f"weight/{name}", tensor, written=not same)
+        self.keep_shard(f"weight/{name}", tensor, written=not is_unchanged)
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
-        """A parameter after the update."""
+        """Keep a parameter from after the update."""
         tensor = quantized.values(tensor)
         self.keep_shard(f"updated/{name}", tensor)
         self.digests[f"weight/{name}"] = digest_of(tensor)
 
     def keep_state(self, name: str, tensor: torch.Tensor) -> None:
-        """What an optimizer keeps before the step; `name` is state/KEY/NAME, of a parameter, or attribute/KEY/NUMBER."""
+        """Keep a tensor of an optimizer's state from before the step.
+
+        `name` is state/KEY/NAME for what it has of a parameter, or attribute/KEY/NUMBER.
+        """
         self.keep_shard(name, tensor)
         self._is_as_before(name, tensor)
         self.begun[name] = digest_of(tensor)
 
     def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
-        """The same after the update, of which a hash is kept. A setting that the update leaves alone is the loop's to change."""
-        own = digest_of(tensor)
-        if name.startswith("state/") or own != self.begun.get(name):
-            self.digests[name] = own
+        """Keep a hash of the same tensor from after the update.
+
+        There is no hash of a setting that the update leaves alone, as the loop may change it.
+        """
+        hashed = digest_of(tensor)
+        if name.startswith("state/") or hashed != self.begun.get(name):
+            self.digests[name] = hashed
 
     def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what the step before ended with; where it ended with another, that is noted."""
+        """Whether a tensor is what the step before ended with. If that ended with another, the name is added to `changed`."""
         before = self.before.pop(name, None)
-        same = before == digest_of(tensor)
-        if before is not None and not same:
+        is_same = before == digest_of(tensor)
+        if before is not None and not is_same:
             self.changed.append(name)
-        return same
+        return is_same
 
 
 def digest_of(tensor: torch.Tensor) -> int:
@@ -99,7 +111,10 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(tensor: torch.Tensor) -> list[int]:
-    """The dims in the order that they have in memory, such as channels last, by which kernels are chosen; [] for the usual one, or gaps."""
+    """Return the dims in their order in memory, such as that of channels last, by which kernels are chosen.
+
+    It is [] for the usual order, and for a tensor with gaps in memory.
+    """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if tensor.is_contiguous():
         return []
@@ -109,14 +124,14 @@ def order_of(tensor: torch.Tensor) -> list[int]:
 
 
 def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same values, in such an order. Raises UserError for one that is none."""
+    """Return the same values with the dims in this order in memory. Raises UserError if it is no order of the dims."""
     if sorted(order) != list(range(tensor.ndim)):
         raise UserError(f"{order} is no order of the {tensor.ndim} dims of a tensor; record again")
     return tensor.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist())
 
 
 def generators() -> dict[str, list[Any]]:
-    """The states of Python's generator and of numpy's, which a forward pass may draw from."""
+    """Return the states of Python's and of numpy's random generators, which a forward pass may draw from."""
     version, words, normal = random.getstate()
     kind, state, *others = np.random.get_state()
     return {"random": [version, list(words), normal], "numpy": [kind, np.asarray(state).tolist(), *others]}

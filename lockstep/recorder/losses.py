@@ -1,4 +1,7 @@
-"""The losses that a loop computes by torch's functions of what the model returned, and how much each counts: the gradient that arrives at it."""
+"""The losses that a loop computes by torch's functions from what the model returned.
+
+How much each counts is the gradient that arrives at it.
+"""
 
 import functools
 import inspect
@@ -15,42 +18,46 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.recorder.patches import Undo, replace
 
-# All begin with (input, target). cross_entropy and nll_loss have classes for targets.
+# The first parameters of all of them are (input, target). Targets of cross_entropy and nll_loss may be class indices.
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
 )
 OF_CLASSES = ("cross_entropy", "nll_loss")
-SOME = 64  # rows of what a loss is given that are looked at
+SOME = 64  # how many rows of a loss's input are looked at
 
 
 class Loss:
-    """One call of a function. `result` is a scalar, or has an element for each that the loss is of."""
+    """One call of a loss function. `result` is a scalar, or has an element for each element that the loss is of."""
 
     def __init__(self, name: str, given: dict[str, Any], result: torch.Tensor):
         self.name, self.given = name, given
-        self.result = result.detach().clone()  # which the loop may divide in place
-        self.made_at = _lines(sys._getframe())
+        # Cloned, as the loop may divide the result in place
+        self.result = result.detach().clone()
+        self.made_at = _hash_of_callers(sys._getframe())
 
     def about(self, gradient: torch.Tensor, whole: float | None) -> dict[str, Any]:
-        """What is recorded once a gradient has arrived: the function, how many elements count, and how much each does; 0 if not alike.
+        """Return what is recorded of the loss, as of SeenLoss, once a `gradient` has arrived at its result.
 
-        `whole` is the value that the backward pass began at.
+        "number" is how many elements count, and "weight" is how much each of them does. Both are 0 if they do not count
+        alike. `whole` is the value that the backward pass began at.
         """
-        number, of_all = self._number(), gradient
+        number, weights = self._number_of_elements(), gradient
         if gradient.ndim:
-            of_all = gradient[gradient != 0]
-            alike = of_all.numel() and bool(torch.isclose(of_all, of_all[0], rtol=1e-5, atol=0.0).all())
-            number = of_all.numel() if number and alike else 0
+            weights = gradient[gradient != 0]
+            are_alike = weights.numel() and bool(
+                torch.isclose(weights, weights[0], rtol=1e-5, atol=0.0).all()
+            )
+            number = weights.numel() if number and are_alike else 0
         elif self.given["reduction"] != "sum" and number:
-            of_all = gradient.double() / number
+            weights = gradient.double() / number
         roundoff = torch.finfo(gradient.dtype).eps / 2
         value = float((self.result.double() * gradient).sum())
         target = self.given["target"]
         return {
             "function": self.name,
             "number": number,
-            "weight": float(of_all.double().mean()) if number else 0.0,
+            "weight": float(weights.double().mean()) if number else 0.0,
             "roundoff": roundoff,
             "is_whole": whole is not None and math.isclose(value, whole, rel_tol=max(1e-5, 8 * roundoff)),
             "samples": len(target) if target.ndim else 1,
@@ -58,40 +65,43 @@ class Loss:
             and bool(target.numel() and (target.min() > 0.5 or target.max() < 0.5)),
             "is_soft": self.name == "kl_div" or (self.name in OF_CLASSES and target.is_floating_point()),
             "made_at": self.made_at,
-            "odd": self._odd(),
+            "odd": self._unlikely_input(),
         }
 
-    def _odd(self) -> str:
-        """What the function is given that is hardly meant, to be read after its name; "" for nothing."""
+    def _unlikely_input(self) -> str:
+        """Return what of the inputs is hardly meant, as words that follow the function's name; "" if nothing is."""
         input, target = self.given["input"].detach(), self.given["target"]
-        one, other = ([size for size in each.shape if size != 1] for each in (input, target))
+        input_sizes, target_sizes = ([size for size in x.shape if size != 1] for x in (input, target))
         if (
             self.name not in OF_CLASSES
-            and one == other
+            and input_sizes == target_sizes
             and torch.broadcast_shapes(input.shape, target.shape).numel() > input.numel()
         ):
             return f"compares each of its numbers with each of its targets: their shapes are {tuple(input.shape)} and {tuple(target.shape)}"
         if self.name in OF_CLASSES and input.ndim > 1 and input.numel():
-            some = input[:SOME]
-            if self.name == "nll_loss" and bool((some > 0).all()):
+            rows = input[:SOME]
+            if self.name == "nll_loss" and bool((rows > 0).all()):
                 return "is given numbers above 0, which are no logarithms of probabilities"
-            sums = some.sum(1)
-            if bool((some >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), rtol=1e-2):
+            sums = rows.sum(1)
+            if bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), rtol=1e-2):
                 return "is given probabilities, of which it makes a softmax once more"
         return ""
 
     def classes(self) -> torch.Tensor | None:
-        """The targets, if they are classes: -1 where none counts."""
+        """Return the targets if they are class indices, with -1 where a target does not count; else None."""
         target = self.given["target"]
         if self.name not in OF_CLASSES or target.is_floating_point():
             return None
         return target.masked_fill(target == self.given["ignore_index"], -1)
 
-    def _number(self) -> int:
-        """How many elements it is a mean or a sum of; 0 where they do not count alike, or old options say how."""
+    def _number_of_elements(self) -> int:
+        """Return how many elements the loss is a mean or a sum of.
+
+        It is 0 if they do not count alike, or if deprecated options say how they are reduced.
+        """
         target = self.given["target"]
-        weighed = ("weight", "pos_weight", "reduce", "size_average")
-        if any(self.given.get(one) is not None for one in weighed) or not target.numel():
+        options = ("weight", "pos_weight", "reduce", "size_average")
+        if any(self.given.get(option) is not None for option in options) or not target.numel():
             return 0
         if self.name in OF_CLASSES and not target.is_floating_point():
             return int((target != self.given["ignore_index"]).sum())
@@ -104,52 +114,60 @@ class Loss:
         )
 
 
-# What is told of each call whose result needs gradients, and of that result
+# The last of these is called with each loss whose result requires gradients, and with that result.
 WATCHING: list[Callable[[Loss, torch.Tensor], None]] = []
 
 
 def see_losses() -> Undo:
-    """Lets WATCHING be told of the calls. Python looks a function up before it calls the model, in the arguments: so before a model is found."""
+    """Let WATCHING be told of calls of the loss functions, until this is undone.
+
+    Call it before a model is found: in F.cross_entropy(model(x), y), Python looks the function up before it calls the
+    model.
+    """
     real = {name: getattr(F, name) for name in FUNCTIONS}
-    seen = {name: _seen(name, function) for name, function in real.items()}
+    watched = {name: _watched(name, function) for name, function in real.items()}
     script: Callable[..., Any] = torch.jit.script
     signature = inspect.signature(script)
 
     @functools.wraps(script)
     def compiled(*arguments: Any, **options: Any) -> Any:
-        """torch.jit.script compiles what torch's functions are written as. It looks for names of a class where it is called, so here one frame up."""
-        vars(F).update(real)
-        given = signature.bind(*arguments, **options)
-        given.arguments["_frames_up"] = given.arguments.get("_frames_up", 0) + 1
-        try:
-            return script(*given.args, **given.kwargs)
-        finally:
-            vars(F).update(seen)
+        """Let torch.jit.script compile the source of torch's own functions.
 
-    script_again = replace(torch.jit, "script", compiled)
-    vars(F).update(seen)
+        It looks up the names that a class uses where it is called. That is here one frame further up.
+        """
+        vars(F).update(real)
+        bound = signature.bind(*arguments, **options)
+        bound.arguments["_frames_up"] = bound.arguments.get("_frames_up", 0) + 1
+        try:
+            return script(*bound.args, **bound.kwargs)
+        finally:
+            vars(F).update(watched)
+
+    restore_script = replace(torch.jit, "script", compiled)
+    vars(F).update(watched)
 
     def restore() -> None:
         vars(F).update(real)
-        script_again()
+        restore_script()
 
     return restore
 
 
-def _seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    signature, inside = inspect.signature(real), False
+def _watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function of torch that tells WATCHING of its calls."""
+    signature, is_inside = inspect.signature(real), False
 
     @functools.wraps(real)
     def call(*arguments: Any, **options: Any) -> Any:
-        nonlocal inside
-        # A mode, such as of a default device, calls it again
-        if torch.compiler.is_compiling() or inside:
+        nonlocal is_inside
+        # A mode, such as that of a default device, calls the function a second time, inside of this call.
+        if torch.compiler.is_compiling() or is_inside:
             return real(*arguments, **options)
-        inside = True
+        is_inside = True
         try:
             result = real(*arguments, **options)
         finally:
-            inside = False
+            is_inside = False
         if type(result) is torch.Tensor and result.requires_grad and WATCHING:
             bound = signature.bind(*arguments, **options)
             bound.apply_defaults()
@@ -160,18 +178,18 @@ def _seen(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _lines(frame: types.FrameType | None) -> int:
-    """A hash of the lines of the program that a frame was called from, without those of torch."""
-    found = []
+def _hash_of_callers(frame: types.FrameType | None) -> int:
+    """Return a hash of the lines that led to a frame, without those of torch and Lockstep."""
+    lines = []
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(("torch.", "lockstep.")):
-            found.append((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno))
+            lines.append((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lineno))
         frame = frame.f_back
-    return zlib.crc32(repr(found).encode())
+    return zlib.crc32(repr(lines).encode())
 
 
 def value_of(roots: Any, gradients: Any = None) -> float | None:
-    """What a backward pass begins at, if it is one number, and nothing is said of its gradient."""
-    found = tree_leaves(roots)
-    one = found[0] if len(found) == 1 and gradients is None else None
-    return float(one.detach()) if type(one) is torch.Tensor and one.numel() == 1 else None
+    """Return the value that a backward pass begins at, if that is one number whose gradient is not given; else None."""
+    leaves = tree_leaves(roots)
+    root = leaves[0] if len(leaves) == 1 and gradients is None else None
+    return float(root.detach()) if type(root) is torch.Tensor and root.numel() == 1 else None

@@ -16,32 +16,35 @@ from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder import wrapped
 
-OUTPUT = "lockstep.module"  # in the metadata of a function: the module whose output it made
+# A key in the metadata of an autograd function: the name of the module whose output it made
+OUTPUT = "lockstep.module"
 Keep = Callable[[str, torch.Tensor], None]
 Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def _nothing(_name: str, _tensor: torch.Tensor) -> None:
+def _no_replacement(_name: str, _tensor: torch.Tensor) -> None:
     return None
 
 
 def matches(name: str, pattern: str) -> bool:
-    """As of files in a shell: *, ?, [...] and {one,other}."""
+    """Whether a name matches a pattern as names of files do in a shell: *, ?, [...] and {one,other}."""
     braces = re.search(r"{([^{}]*)}", pattern)
     if braces is None:
         return fnmatchcase(name, pattern)
     before, after = pattern[: braces.start()], pattern[braces.end() :]
-    return any(matches(name, f"{before}{one}{after}") for one in braces[1].split(","))
+    return any(matches(name, f"{before}{choice}{after}") for choice in braces[1].split(","))
 
 
 def module_of(name: str) -> str:
-    """MODULE of forward/MICRO_BATCH/MODULE."""
+    """Return MODULE of a name such as forward/MICRO_BATCH/MODULE."""
     return name.split("/", 2)[2]
 
 
 def after_other_hooks(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], Any]) -> None:
-    """A hook on the gradient of a tensor that is called after those that somebody else puts on it later: of the model, such as one that solves
-    for the gradient of a fixed point, or of the loop."""
+    """Put a hook on the gradient of a tensor that is called last, also after hooks that are put on the tensor later.
+
+    Such later hooks may be the model's, such as one that solves for the gradient of a fixed point, or the loop's.
+    """
     if tensor.grad_fn is None:
         tensor.register_hook(hook)
     else:
@@ -51,17 +54,23 @@ def after_other_hooks(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None]
 def before_function(
     function: Node, place: int, hook: Callable[[torch.Tensor | None], Any]
 ) -> RemovableHandle:
-    """A hook on the gradient of one output of a function. Where none arrives, though at another output, it is given None."""
+    """Put a hook on the gradient of output number `place` of an autograd function.
+
+    The hook is given None if a gradient arrives at other outputs alone. If it returns a tensor, that replaces the gradient.
+    """
 
     def of_function(arriving: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        other = hook(arriving[place])
-        return None if other is None else (*arriving[:place], other, *arriving[place + 1 :])
+        replacement = hook(arriving[place])
+        return None if replacement is None else (*arriving[:place], replacement, *arriving[place + 1 :])
 
     return function.register_prehook(of_function)
 
 
 class Hook:
-    """A hook of a recording. A copy of the model has none, nor has one that is read from a file, which needs no Lockstep."""
+    """A hook of a recording. It is not copied or saved with a model.
+
+    A copy of the model has a hook in its place that does nothing. So has a model that is loaded from a file, without Lockstep.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -70,17 +79,21 @@ class Hook:
         return self.function(*given)
 
     def __reduce__(self) -> tuple:
-        # Takes anything, and returns None
+        # sys.audit takes any arguments, and returns None.
         return functools.partial, (sys.audit, "lockstep.no_hook")
 
 
 class ModuleHooks:
-    """Of the modules whose names match `pattern`, in the training calls of the model between `begin` and `end`.
+    """Hooks on the modules whose names match `pattern`, for training calls of the model between `begin` and `end`.
 
-    `keep(name, tensor)` is given forward/MICRO_BATCH/MODULE and backward/MICRO_BATCH/MODULE. The second call of a module in one forward
-    pass is MODULE@2. A gradient may arrive in parts, one for each backward pass: they are given one after the other. What `instead` of the
-    same returns, if it is not None, takes the tensor's place in what is computed further, and in what is computed again. `changed` is given
-    the modules whose other hooks change what they return.
+    `keep(name, tensor)` is called with outputs, as forward/MICRO_BATCH/MODULE, and with the gradients that arrive there,
+    as backward/MICRO_BATCH/MODULE. The second call of a module in one forward pass is MODULE@2. A gradient may arrive in
+    parts, one for each backward pass; `keep` is then called with each part.
+
+    `instead(name, tensor)` is called with the same. If it returns a tensor, that replaces the other one in what is
+    computed further, and in what is computed again.
+
+    The names of modules whose other hooks change what they return are added to `changed`.
     """
 
     def __init__(
@@ -92,18 +105,19 @@ class ModuleHooks:
         changed: set[str] | None = None,
     ):
         self.keep, self.number, self.inside = keep, -1, False
-        self.instead = instead or _nothing
+        self.instead = instead or _no_replacement
         self.calls: Counter[str] = Counter()
         self.seen: set[str] = set()
         self.passed_on: set[str] = set()
-        self.returned: dict[int, torch.Tensor] = {}  # by modules of this pass
+        self.returned: dict[int, torch.Tensor] = {}  # by modules in this pass; by id
         modules = {wrapped.clean(name): module for name, module in model.named_modules() if name}
         self.handles = [
             module.register_forward_hook(Hook(functools.partial(self._see, name)))
             for name, module in modules.items()
             if matches(name, pattern)
         ]
-        self.bare: dict[str, object] = {}  # what modules with other hooks return, before these
+        # What modules with other hooks returned, before these hooks
+        self.bare: dict[str, object] = {}
         self.changed = set() if changed is None else changed
         if changed is not None:
             self.handles += [
@@ -113,20 +127,20 @@ class ModuleHooks:
             ]
 
     def begin(self, number: int) -> None:
-        """A forward pass over micro batch `number` of the step begins."""
+        """Begin a forward pass over micro batch `number` of the step."""
         self.number, self.inside = number, True
         self.calls.clear()
         self.seen.clear()
         self.passed_on.clear()
 
     def end(self) -> None:
-        """It is over; what is computed again in its backward pass still belongs to it."""
+        """End the forward pass. What is recomputed in its backward pass still belongs to it."""
         self.inside = False
         self.calls.clear()
         self.returned.clear()
 
     def next_call(self, module: str) -> str:
-        """The name that the next call of a module in this pass has."""
+        """Return the name of the next call of a module in this pass: MODULE, then MODULE@2 and so on."""
         return f"{module}@{self.calls[module] + 1}" if self.calls[module] else module
 
     def remove(self) -> None:
@@ -134,68 +148,81 @@ class ModuleHooks:
             handle.remove()
 
     def _arrives(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Of a tensor that the loss does not depend on, DDP says that None arrives.
+        """Keep a gradient that arrives at a module's output. Return what replaces it, or None.
 
-        What arrives while the model is called, such as where its forces are gradients of an energy, is no gradient of the loss.
+        For a tensor that the loss does not depend on, DDP lets None arrive. What arrives while the model is called is no
+        gradient of the loss, such as where the model's forces are gradients of an energy.
         """
         if gradient is None or self.inside:
             return None
         self.keep(name, gradient)
         return self.instead(name, gradient)
 
-    def _see_bare(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
+    def _see_bare(
+        self, module_name: str, _module: torch.nn.Module, _arguments: object, output: object
+    ) -> None:
+        """Note what a module returned, before its other hooks are called."""
         if self.inside and not torch.compiler.is_compiling():
-            self.bare[module] = output
+            self.bare[module_name] = output
 
-    def _see(self, module: str, its_own: torch.nn.Module, _arguments: object, output: object) -> object:
+    def _see(self, module_name: str, module: torch.nn.Module, _arguments: object, output: object) -> object:
+        """Keep what a module returned, and put a hook on its gradient.
+
+        Return the output with the tensors that `instead` gives; None if it gives none.
+        """
         if torch.compiler.is_compiling() or not (self.inside or being_recomputed()):
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # tensors have no values there
-            self.seen.add("torch.func")  # nor is it compiled
+        # In torch.func, tensors have no values.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # So that the model is not taken for a compiled one, in which no hook is called
+            self.seen.add("torch.func")
             return None
-        bare = self.bare.pop(module, output)
+        bare_output = self.bare.pop(module_name, output)
         if (
-            bare is not output
-            and type(bare) is type(output) is torch.Tensor
-            and bare.dtype == output.dtype
-            and not torch.equal(bare, output)
+            bare_output is not output
+            and type(bare_output) is type(output) is torch.Tensor
+            and bare_output.dtype == output.dtype
+            and not torch.equal(bare_output, output)
         ):
-            self.changed.add(module)
-        called = self.next_call(module)
-        self.calls[module] += 1
-        instead: dict[int, torch.Tensor] = {}
-        for name, tensor in named_outputs(called, output):
-            chosen = self.inside and not tensor.is_floating_point()  # such as a router's experts
-            # The zeros of a dropout's output show what it left out
-            chosen |= self.inside and isinstance(its_own, torch.nn.Dropout)
-            if name in self.passed_on or not (tensor.requires_grad or chosen) or tensor.is_sparse:
+            self.changed.add(module_name)
+        call_name = self.next_call(module_name)
+        self.calls[module_name] += 1
+        replacements: dict[int, torch.Tensor] = {}
+        for name, tensor in named_outputs(call_name, output):
+            # What is not of floating point is kept, too, such as which experts a router chose.
+            is_choice = self.inside and not tensor.is_floating_point()
+            # The zeros of a dropout's output show which elements it dropped.
+            is_choice |= self.inside and isinstance(module, torch.nn.Dropout)
+            if name in self.passed_on or not (tensor.requires_grad or is_choice) or tensor.is_sparse:
                 continue
-            # It would have its hook in every pass that follows, too.
+            # A hook on a parameter would be called in every later pass, too.
             if isinstance(tensor, torch.nn.Parameter):
                 continue
-            if name not in self.seen and name != called and id(tensor) in self.returned:
-                # Such as T5's position bias: what arrives there is its maker's
+            if name not in self.seen and name != call_name and id(tensor) in self.returned:
+                # Another module made this tensor, such as T5's position bias. The gradient there is recorded as that
+                # module's.
                 self.passed_on.add(name)
                 continue
-            place = f"forward/{self.number}/{name}"
-            other = self.instead(place, tensor)
-            if other is not None:
-                instead[id(tensor)] = other
+            forward_name = f"forward/{self.number}/{name}"
+            replacement = self.instead(forward_name, tensor)
+            if replacement is not None:
+                replacements[id(tensor)] = replacement
             # What is recomputed was recorded before, unless reentrant checkpointing hid it from autograd.
             if name in self.seen:
                 continue
             self.seen.add(name)
             self.returned[id(tensor)] = tensor
-            if other is not None:
-                self.returned[id(other)] = other
-            self.keep(place, tensor)
+            if replacement is not None:
+                self.returned[id(replacement)] = replacement
+            self.keep(forward_name, tensor)
             if tensor.requires_grad:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.metadata.setdefault(OUTPUT, name)  # type: ignore[attr-defined] # a property to mypy
-                # Of the module's own tensor: another output of it, such as the scores of a router's logits, may be made of it.
+                # The hook is on the module's own tensor, not on what replaces it: another output of the module may be
+                # computed from it, such as the scores from a router's logits.
                 after_other_hooks(tensor, functools.partial(self._arrives, f"backward/{self.number}/{name}"))
-        if not instead:
+        if not replacements:
             return None
         if isinstance(output, tuple):
-            return tuple(instead.get(id(one), one) for one in output)
-        return instead[id(output)]
+            return tuple(replacements.get(id(element), element) for element in output)
+        return replacements[id(output)]

@@ -1,4 +1,4 @@
-"""What a recording has of an optimizer: its class, attributes and settings, and what it keeps of each parameter."""
+"""What is recorded of an optimizer: its class, attributes, groups of parameters and state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,95 +8,106 @@ import torch
 from lockstep.recorder import tree, wrapped
 
 PLAIN = (bool, int, float, str, type(None))
-SCALED = {"grad_scale", "found_inf"}  # of a GradScaler: recorded gradients are divided by it
+# Attributes that a GradScaler sets. They are left out, as recorded gradients are divided by the scale.
+SCALED = {"grad_scale", "found_inf"}
 
 
 def clip_by(bound: float, norm: float) -> float:
-    """What `clip_grad_norm_` multiplies the gradients with."""
+    """Return the factor by which `clip_grad_norm_` multiplies gradients."""
     return min(1.0, bound / (norm + 1e-6))
 
 
 def bare() -> dict[str, Any]:
-    """The attributes that every optimizer has."""
+    """Return the attributes that every optimizer has."""
     return vars(torch.optim.Optimizer([torch.empty(0)], {}))
 
 
 def described(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, number: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(what builds an optimizer again, as JSON; the tensors that it refers to).
+    """Describe an optimizer. Return (what it can be built again from, as JSON; the tensors that this refers to).
 
-    These are state/KEY/NAME, which is kept of the model's parameter NAME, and attribute/KEY/NUMBER, of optimizer NUMBER of the step itself.
+    `number` says which optimizer of the step it is. The tensors are state/KEY/NAME, which it keeps of the model's
+    parameter NAME, and attribute/KEY/NUMBER, which are its own.
     """
-    names = {id(one): name for name, one in wrapped.named_parameters(model).items()}
+    names = {id(parameter): name for name, parameter in wrapped.named_parameters(model).items()}
     describing = tree.Describing(model)
     describing.packages.add(tree.package_of(type(optimizer).__module__))
     describing.tensors |= names
     common = (bare().keys() | SCALED) - {"defaults"}
-    own = {key: value for key, value in vars(optimizer).items() if key not in common}
-    said: dict[str, Any] = {
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in common}
+    description: dict[str, Any] = {
         "class": tree.name_of(type(optimizer)),
-        "attributes": describing.values(own, ""),
+        "attributes": describing.values(attributes, ""),
         "groups": list(_groups(optimizer, describing, names)),
         "state": {},
         "number": number,
     }
-    of_all = {
-        f"group {place}.{key}": one
-        for place, group in enumerate(said["groups"])
-        for key, one in group.items()
+    # The learning rate is left out, as a schedule sets it.
+    settings = {
+        f"group {place}.{key}": value
+        for place, group in enumerate(description["groups"])
+        for key, value in group.items()
         if key != "lr"
-    }  # which a schedule sets
-    of_all = _numbers({**own, **of_all}) | describing.attributes
-    tensors = {f"attribute/{key}/{number}": tensor for key, tensor in of_all.items()}
+    }
+    settings = _numbers({**attributes, **settings}) | describing.attributes
+    tensors = {f"attribute/{key}/{number}": tensor for key, tensor in settings.items()}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:
             continue
-        said["state"][name], kept = _state(state, describing)
-        if said["class"].startswith("deepspeed.") and "step" in state:
-            said["state"][name]["step"] = {"attribute": "step"}
-            kept["step"] = torch.tensor(float(_steps(optimizer)))
-        tensors |= {f"state/{key}/{name}": one for key, one in kept.items()}
-    return said, tensors
+        description["state"][name], state_tensors = _state(state, describing)
+        if description["class"].startswith("deepspeed.") and "step" in state:
+            description["state"][name]["step"] = {"attribute": "step"}
+            state_tensors["step"] = torch.tensor(float(_number_of_steps(optimizer)))
+        tensors |= {f"state/{key}/{name}": tensor for key, tensor in state_tensors.items()}
+    return description, tensors
 
 
 def _groups(
     optimizer: torch.optim.Optimizer, describing: tree.Describing, names: dict[int, str]
 ) -> Iterable[dict[str, Any]]:
-    """The settings of each group, and the names of its parameters. DeepSpeed's Adams have a setting beside the groups."""
-    of_all = {key: bool(value) for key, value in vars(optimizer).items() if key == "adam_w_mode"}
+    """Yield the settings of each group, with the names of its parameters as "params".
+
+    DeepSpeed's Adams have one setting outside of the groups. It is added to each.
+    """
+    common = {key: bool(value) for key, value in vars(optimizer).items() if key == "adam_w_mode"}
     for number, group in enumerate(optimizer.param_groups):
         values = {
             key: float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for key, value in group.items()
             if key != "params"
         }
-        held = [names.get(id(one)) for one in group["params"]]
-        yield {**of_all, **describing.values(values, f".group {number}"), "params": held}
+        held = [names.get(id(tensor)) for tensor in group["params"]]
+        yield {**common, **describing.values(values, f".group {number}"), "params": held}
 
 
-def _steps(optimizer: torch.optim.Optimizer) -> int:
-    """DeepSpeed's FusedAdam counts in what it keeps of the last parameter alone."""
+def _number_of_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps an optimizer has made. DeepSpeed's FusedAdam counts them for the last parameter alone."""
     return max(state["step"] for state in optimizer.state.values())
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What is kept of a parameter, by the KEY that it is recorded by: tensors, also in lists and dicts, and numbers."""
+    """Return what an optimizer's `state` of a parameter has, by the KEY that it is recorded by.
+
+    This is tensors, also those in lists and dicts, and numbers as tensors.
+    """
     return _state(state, tree.Describing(torch.nn.Module()))[1]
 
 
 def _state(
     state: dict[str, Any], describing: tree.Describing
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return (the state of one parameter as JSON, its tensors and numbers by key)."""
     describing.attributes, describing.objects = {}, {}
-    said = describing.values(state, "")
-    return said, _numbers(state) | describing.attributes
+    description = describing.values(state, "")
+    return description, _numbers(state) | describing.attributes
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the numbers among `values` as tensors of float64."""
     return {
-        key: torch.tensor(float(one), dtype=torch.float64)
-        for key, one in values.items()
-        if isinstance(one, (int, float))
+        key: torch.tensor(float(value), dtype=torch.float64)
+        for key, value in values.items()
+        if isinstance(value, (int, float))
     }
