@@ -21,7 +21,10 @@ from lockstep.verdict.result import Diagnosis, Findings, Result
 def write(
     result: Result, folder: Path, reference: Dump | None, replays: Dumps, judged: Judged | None = None
 ) -> None:
-    """Write report.html. `reference` and `replays` are what the result was judged by; `judged` has the losses of longer runs, if any."""
+    """Write report.html into a folder.
+
+    `reference` and `replays` are what the result was judged by. `judged` has the losses of longer runs, if there are any.
+    """
     run = next(iter(result.runs.values())).dump.run
     page = Page(
         "verification",
@@ -37,23 +40,23 @@ def write(
         command=origin.command(),
         tolerance=_tolerance(result, run["config"]["precision"]) if reference else "",
     )
-    for name, found in result.runs.items():
-        view = _view(result, name, found)
-        for step in found.dump.steps:
+    for name, findings in result.runs.items():
+        view = _view(result, name, findings)
+        for step in findings.dump.steps:
             if reference is not None:
                 _draw(Case(result, name, reference, replays.get(name), (step, 0.0, "", "")))
-            rows = sorted(found.rows_of(step).values(), key=lambda row: found.order[step][row.name])
-            entries = found.dump.steps[step]["tensors"].items()
-            cut = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
-            page.add(view, step, rows, cut, [tensor for at, tensor in found.excused if at == step])
+            rows = sorted(findings.rows_of(step).values(), key=lambda row: findings.order[step][row.name])
+            entries = findings.dump.steps[step]["tensors"].items()
+            placed = {tensor: [entry["shape"], entry["sharded"]] for tensor, entry in entries}
+            page.add(view, step, rows, placed, [tensor for at, tensor in findings.excused if at == step])
             # A tensor that is too far from the batch has its picture there.
             far = {row.name for row in rows if row.too_far}
             alone = [
                 replace(row, picture=None) if row.name in far else row
-                for row in found.by_themselves
+                for row in findings.by_themselves
                 if row.step == step
             ]
-            unlike = sum(row.step == step for row in found.after_unlike)
+            unlike = sum(row.step == step for row in findings.after_unlike)
             if alone:
                 page.add(view, step, alone, {}, alone=True, unlike=unlike)
     write_page(page, folder)
@@ -68,7 +71,10 @@ def _tolerance(result: Result, precision: str) -> str:
 
 
 def _draw(case: Case) -> None:
-    """Pictures of the tensors of a run in a step that are too far, and, but for the batch, of those that are nearest to it."""
+    """Draw pictures of the tensors of a run in a step that are too far, and of those that are nearest to it.
+
+    Of the batch, only tensors that are too far are drawn.
+    """
     for which in ("batch", *COMPUTED):
         add_pictures(
             [
@@ -82,21 +88,23 @@ def _draw(case: Case) -> None:
 
 
 def _view(result: Result, name: str, run: Findings) -> View:
+    """Return the view of one run."""
     mesh = Mesh(**run.dump.run["mesh"])
-    first, found = next(iter(run.failures), None), run.diagnosis or Diagnosis()
-    about = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
-    told = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
-    told |= {(step, tensor) for step, tensor, _ in run.differing}
-    others = sum((step, tensor) not in told for step, _, tensor, _ in run.failures)
+    first, diagnosis = next(iter(run.failures), None), run.diagnosis or Diagnosis()
+    # If the diagnosis is not of the first failure, what it observed begins with the tensor that it is of.
+    prefix = f"{run.diagnosed[2]}: " if first and run.diagnosed != first else ""
+    shown = {(row.step, row.name) for row in [*run.too_far, *run.by_themselves] if row.too_far}
+    shown |= {(step, tensor) for step, tensor, _ in run.differing}
+    others = sum((step, tensor) not in shown for step, _, tensor, _ in run.failures)
     return View(
         name,
         result.label(name),
         result.verdict(name),
         first=first and (first[0], first[2], first[3]),
         further=f"{others} more values wrong, such as losses and norms" if others else "",
-        causes=[(cause.name, cause.evidence) for cause in found.causes],
-        excluded=found.excluded,
-        observed=[*(about + one for one in found.odd)],
+        causes=[(cause.name, cause.evidence) for cause in diagnosis.causes],
+        excluded=diagnosis.excluded,
+        observed=[*(prefix + sentence for sentence in diagnosis.odd)],
         ranks=[
             {axis: mesh.coordinates(rank).along(axis) for axis in mesh.axes}
             for rank in range(mesh.world_size)
@@ -108,35 +116,37 @@ def _view(result: Result, name: str, run: Findings) -> View:
 
 
 def _losses(result: Result) -> Losses:
-    """The losses of the captured steps; what is tolerated of the mean over ranks follows from what is of each."""
+    """Return the losses of the captured steps. What is tolerated of the mean over ranks is the mean of what is tolerated of each."""
     steps = {
         name: [step for number, step in run.dump.steps.items() if number] for name, run in result.runs.items()
     }
-    found = _curves({name: (result.label(name), of_run) for name, of_run in steps.items()})
+    curves = _curves({name: (result.label(name), run_steps) for name, run_steps in steps.items()})
     if result.has_reference:
         baseline = result.baseline
-        found.floor = short(floors(result.runs[baseline].dump.run, steps[baseline])[0])
-    for step in found.steps:
-        of = [one for one in result.losses if one.step == step]
-        alike = of and not any(any(one.moved.values()) for one in of)
-        found.tolerated.append(short(fmean(one.tolerated for one in of)) if alike else None)
-    return found
+        curves.floor = short(floors(result.runs[baseline].dump.run, steps[baseline])[0])
+    for step in curves.steps:
+        losses = [loss for loss in result.losses if loss.step == step]
+        # A run's loss may be right to differ from the baseline's. No tolerance of their difference is shown then.
+        is_comparable = losses and not any(any(loss.moved.values()) for loss in losses)
+        curves.tolerated.append(short(fmean(loss.tolerated for loss in losses)) if is_comparable else None)
+    return curves
 
 
 def losses_of(judged: Judged) -> Losses:
-    found = _curves({name: (one.run["label"], one.steps) for name, one in judged.histories.items()})
+    """Return the losses of the runs of a folder."""
+    curves = _curves({name: (h.run["label"], h.steps) for name, h in judged.histories.items()})
     if BASELINE in judged.histories:
         baseline = judged.histories[BASELINE]
-        found.floor = short(floors(baseline.run, baseline.steps)[0])
+        curves.floor = short(floors(baseline.run, baseline.steps)[0])
         if judged.control:
-            found.control = [*map(short, map(loss_gap, baseline.steps, judged.control.steps))]
+            curves.control = [*map(short, map(loss_gap, baseline.steps, judged.control.steps))]
     if judged.tolerance:
-        found.tolerated = [*map(short, judged.tolerance.loss)]
-    return found
+        curves.tolerated = [*map(short, judged.tolerance.loss)]
+    return curves
 
 
 def _curves(runs: dict[str, tuple[str, list[dict]]]) -> Losses:
-    """Of labels and steps by name."""
+    """Return the losses and gradient norms of runs. `runs` is name -> (label, steps)."""
     labels, steps = zip(*runs.values(), strict=True)
     loss, norm = ([[step[key] for step in run] for run in steps] for key in ("loss", "grad_norm"))
     return Losses([*runs], [*labels], [*range(1, max(map(len, loss)) + 1)], loss, norm)

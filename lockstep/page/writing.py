@@ -1,4 +1,4 @@
-"""Writes a page: the template with payload, styles and scripts inside, so that the one file needs no network."""
+"""Write a page: the template with payload, styles and scripts inside, so that the one file needs no network."""
 
 import base64
 import hashlib
@@ -41,6 +41,7 @@ def write(page: Page, folder: Path) -> None:
 
 
 def html(page: Page) -> str:
+    """Return report.html as text."""
     text = json.dumps(plain(page), allow_nan=False, separators=(",", ":"))
     payload = text.replace("<", "\\u003c")
     return _rendered("page.html.jinja", SCRIPTS, page=page, payload=payload)
@@ -54,13 +55,17 @@ def write_listing(
     lines: Sequence[tuple[Sequence[str], str]],
     verdict: str = "",
 ) -> None:
-    """Write a table of runs to sort and to filter: of each, its cells, and what the first one links to; "" if to nothing."""
+    """Write a table of runs to sort and to filter.
+
+    `said` are the sentences above the table, and `heads` the titles of its columns. `lines` has a row for each run: its cells, and what
+    the first cell links to, "" if to nothing.
+    """
     given = {"title": title, "said": said, "heads": heads, "lines": lines, "verdict": verdict}
     write_result(path, _rendered("listing.html.jinja", ("listing.js",), **given))
 
 
 def _rendered(template: str, scripts: Sequence[str], **given: Any) -> str:
-    """A page with its styles and scripts inside. No other script may run, and nothing is loaded."""
+    """Return a page with its styles and scripts inside. No other script may run, and nothing is loaded."""
     script, styles = ("\n".join(map(_read, names)) for names in (scripts, STYLES))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return ENVIRONMENT.get_template(template).render(script=script, styles=styles, digest=digest, **given)

@@ -1,4 +1,7 @@
-"""What a pass or a loop may change of a model beside its parameters and buffers: attributes of its modules, and of what these keep."""
+"""The state of a model beside its parameters and buffers: attributes of its modules, and of objects that these keep.
+
+A pass or the loop may change it.
+"""
 
 import collections
 import contextlib
@@ -23,50 +26,58 @@ from lockstep.recorder.tree import (
 )
 from lockstep.recorder.wrapped import clean
 
-OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")  # in names
+# Words in names of values that are about the processes of a run
+OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")
 
 
 def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
-    """Attributes of modules that a pass or a loop may change, such as a weight that is annealed, a table, or the state of the batch before.
+    """Return attributes of modules that a pass or the loop may change: MODULE:NAME -> (JSON, its tensors).
 
-    Numbers, texts, tensors that are neither parameters nor buffers, and lists, tuples and dicts of them: MODULE:NAME -> (JSON, its tensors).
-    Of an object that modules keep, such as a configuration, the same of its attributes or items: MODULE:NAME.KEY, where it is first.
+    Such are a weight that is annealed, a table, or the state of the batch before. They are numbers, texts, tensors
+    that are neither parameters nor buffers, and lists, tuples and dicts of them. An object that modules keep, such as
+    a configuration, has its attributes or items returned, as MODULE:NAME.KEY, at the place where it is found first.
     """
-    describing, found, seen = _State(model), {}, set[int]()
-    for name, module in model.named_modules():
-        for key, value in {**vars(module), **divided.wholes(module, describing.sizes)}.items():
-            inside = {} if id(value) in seen else describing.inside_of(value)
-            seen |= {id(value)} if inside else set()
-            values = {f".{one}": of for one, of in inside.items()} or {"": value}
-            for place, one in ((f"{clean(name)}:{key}{end}", one) for end, one in values.items()):
+    describing, states, seen = _StateDescribing(model), {}, set[int]()
+    for path, module in model.named_modules():
+        for name, value in {**vars(module), **divided.wholes(module, describing.sizes)}.items():
+            entries = {} if id(value) in seen else describing.inside_of(value)
+            seen |= {id(value)} if entries else set()
+            values = {f".{key}": entry for key, entry in entries.items()} or {"": value}
+            for place, inner in ((f"{clean(path)}:{name}{end}", inner) for end, inner in values.items()):
                 describing.attributes = {}
-                if key not in (*OWN, "gradient_checkpointing"):
+                if name not in (*OWN, "gradient_checkpointing"):
                     with contextlib.suppress(Unnamed):
-                        found[place] = describing.value(one, place), describing.attributes
-    return found
+                        states[place] = describing.value(inner, place), describing.attributes
+    return states
 
 
-class _State(Describing):
+class _StateDescribing(Describing):
+    """Describes values that a pass may change. `value` raises Unnamed for any other."""
+
     def inside_of(self, value: Any) -> TREE:
-        """The attributes and items of an object that is described by them, such as a configuration, but for what is of a rank."""
+        """Return the attributes and items of an object that is described by them, such as a configuration; {} for any other value.
+
+        What is private or secret is left out, and what is about the processes of the run.
+        """
         kind = type(value)
-        own = self.packages - PACKAGES | CONFIGURATIONS | {"argparse", "types"}
+        packages = self.packages - PACKAGES | CONFIGURATIONS | {"argparse", "types"}
         is_other = issubclass(kind, (torch.nn.Module, torch.Tensor, enum.Enum))
-        if is_other or package_of(kind.__module__) not in own:
+        if is_other or package_of(kind.__module__) not in packages:
             return {}
         items = dict.items(value) if issubclass(kind, dict) else ()
-        every = {**{key: one for key, one in items if isinstance(key, str)}, **getattr(value, "__dict__", {})}
-        # What is private may be a choice of the library's, which the judge makes anew, such as how experts are computed.
+        entries = {**{k: item for k, item in items if isinstance(k, str)}, **getattr(value, "__dict__", {})}
+        # What is private may be a choice of the library, such as how experts are computed. The judge makes it anew.
         return {
-            key: one
-            for key, one in every.items()
+            key: entry
+            for key, entry in entries.items()
             if not (key.startswith("_") or OF_PROCESSES.search(key.lower()) or origin.is_secret(key))
         }
 
     def value(self, value: Any, where: str) -> Any:
         kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
-        known = (value if type(value) is int else id(value)) in self.tensors
-        if type(value) not in kinds or known:
+        # A parameter or buffer, or the id of one
+        is_known = (value if type(value) is int else id(value)) in self.tensors
+        if type(value) not in kinds or is_known:
             raise Unnamed("nothing that a forward pass changes")
         return super().value(value, where)
 

@@ -1,4 +1,4 @@
-"""The step that is being recorded: what is known of it so far, and its files. And how a recording ends."""
+"""The step that is being recorded: what is known of it so far, and the files that are written. Also how a recording ends."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from lockstep.recorder.whole_run import WholeRun
 
 
 def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of a recorder that does not end the training that it watches, but the recording. A usage error ends both."""
+    """Decorate a hook of a recorder: an error ends the recording, and not the training that it watches. A usage error ends both."""
 
     @functools.wraps(hook)
     def call(recorder: "Recorded", *arguments: Any, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(recorder, *arguments, **options)
         except UserError:
             raise
-        except Exception as error:  # noqa: BLE001 - of whatever a model returns, an optimizer holds, a disk has no room for
+        except Exception as error:  # noqa: BLE001 - what a model returns, an optimizer holds or a full disk refuses may raise anything
             show_exception()
             recorder.give_up(f"{type(error).__name__}: {first_line(error)}")
             return None
@@ -47,12 +47,12 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# By torchrun and its like; others may set the first
+# Variables that torchrun and its like set. Other programs may set the first one alone.
 LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
 
 class Recorded:
-    """Of one rank. `model` is the model itself or one that is wrapped already."""
+    """What one rank records. `model` is the model itself or one that is wrapped already."""
 
     whole_run: WholeRun
 
@@ -70,23 +70,33 @@ class Recorded:
         self.attributes = {name: value for name, (value, _) in state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
-        self.ranks: dict[str, Any] = {}  # of the last step: this rank, and who the others are
+        # Of the last step: this rank, the number of ranks, and their groups
+        self.ranks: dict[str, Any] = {}
+        # Whether torch.compile compiled the optimizer's step, and the model
         self.compiled, self.model_compiled = False, False
-        # Whose optimizers are none of torch's
+        # Whether DeepSpeed's engine, whose optimizers are none of torch's, is watched, and whether it steps the model
         self.watches_engine, self.engine_steps = False, False
         self.hooks: ModuleHooks | None = None
-        # The number of the function that made the last copy of what the model returns
+        # The sequence number of the function that made the last copy of what the model returns
         self.returned_at = 0
-        self.beside: list[Any] = []  # handles of hooks on the loop's own loss
-        self.hooked: set[str] = set()  # modules that return what a hook made of their output
-        self.last_digests: dict[str, int] = {}  # of what the step before ended with
+        # Handles of hooks on the loop's own loss
+        self.beside: list[Any] = []
+        # Modules that return what a hook made of their output
+        self.hooked: set[str] = set()
+        # Hashes of what the step before ended with
+        self.last_digests: dict[str, int] = {}
+        # The optimizer whose step runs, and how deep that step is nested in itself
         self.stepping: torch.optim.Optimizer | None = None
         self.nested = 0
-        self.last_hooks: dict[int, Callable[[], None]] = {}  # by optimizer, while it steps
-        self.skipped = 0  # windows of micro batches before this step, clipped and then set to zero
-        self.overflowed = 0  # those that a GradScaler skipped
+        # By the id of an optimizer: what removes its last hook after its step
+        self.last_hooks: dict[int, Callable[[], None]] = {}
+        # Windows of micro batches before this step that were clipped and then set to zero
+        self.skipped = 0
+        # Steps that a GradScaler skipped before this step
+        self.overflowed = 0
         self._begin()
-        self.of_others: dict[int, bool] = {}  # optimizers by id: whether they are of another model
+        # Optimizers by id: whether they are of another model
+        self.of_others: dict[int, bool] = {}
         self.removing: list[Callable[[], None]] = [
             patches.see_calls(
                 FullyShardedDataParallel,
@@ -94,7 +104,8 @@ class Recorded:
                 lambda *given: parallelism.require_not_fsdp1(self.model, given),
             )
         ]
-        self.always: list[Callable[[], None]] = []  # removed at the end of the run
+        # What removes hooks that stay until the end of the run
+        self.always: list[Callable[[], None]] = []
 
     @property
     def rank(self) -> int:
@@ -103,7 +114,7 @@ class Recorded:
         return self.ranks.get("rank", int(os.environ.get("RANK", "0")))
 
     def _see_ranks(self) -> None:
-        """A loop may destroy its process group before its last step is written."""
+        """Note this rank and the others. A loop may destroy its process group before its last step is written."""
         if dist.is_initialized() or not self.ranks:
             self.ranks = {
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
@@ -122,14 +133,14 @@ class Recorded:
         if self.optimizers:
             self._write()
         if self.step == 1 and self.removing and not self.given_up:
-            others = any(self.of_others.values())
-            said = "no optimizer made one, or a GradScaler skipped all of them"
+            has_others = any(self.of_others.values())
+            message = "no optimizer made one, or a GradScaler skipped all of them"
             if self.hooks is None:
-                said = "the model was not called for training, as in model(batch); what its other methods compute is not seen"
-            if others:
-                said = "the optimizers that stepped hold none of the recorded model's parameters"
-            said = f"no step was recorded: {said}"
-            say(f"lockstep.record: {said} (rank {self.rank})")
+                message = "the model was not called for training, as in model(batch); what its other methods compute is not seen"
+            if has_others:
+                message = "the optimizers that stepped hold none of the recorded model's parameters"
+            message = f"no step was recorded: {message}"
+            say(f"lockstep.record: {message} (rank {self.rank})")
         self._remove_hooks()
         for remove in self.always:
             remove()
@@ -138,14 +149,15 @@ class Recorded:
         """End the recording, and leave out the step that has begun."""
         self.given_up = True
         self._begin()
-        with contextlib.suppress(Exception):  # such as a disk that is full
+        # The disk may be full, for instance.
+        with contextlib.suppress(Exception):
             self.stop()
 
     def give_up(self, why: str) -> None:
-        """The same where something went wrong; the training goes on."""
+        """End the recording because something went wrong, leave out the step that has begun, and say so. The training goes on."""
         self.discard()
-        said = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
-        say(said)
+        message = f"lockstep.record: the recording ended in step {self.step} on rank {self.rank} ({why}); the training goes on without it"
+        say(message)
 
     def _remove_hooks(self) -> None:
         for remove in self.removing:
@@ -153,38 +165,48 @@ class Recorded:
         self.removing = []
 
     def _begin(self) -> None:
+        """Begin a step."""
         self.kept = Kept(self.plain_shards, self.last_digests)
+        # A dict for each micro batch: the fields of lockstep/recorder/recorded_step.py's MicroBatch
         self.micro: list[dict[str, Any]] = []
-        # What the model was called with, by id; not kept alive, as a graph may hang on it
+        # What the model was called with, by id. It is not kept alive, as a graph may hang on it.
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
-        # hashes of what requires no gradient, before the first micro batch
+        # Hashes of parameters that require no gradient, before the first micro batch
         self.frozen: dict[str, int] = {}
         self.clips: list[dict[str, Any]] = []
+        # A dict for each optimizer that has stepped
         self.optimizers: list[dict[str, Any]] = []
         self.updating = False
-        self.given_up_on = False  # whether a window was clipped, and then set to zero
-        self.orders: dict[str, list[int]] = {}  # of the dims of parameters in memory
-        self.elsewhere = 0  # tensors that optimizers of other models hold
-        self.other_replicas: list[list[int]] = []  # hashes of (weights, gradient) of these
-        self.reduced = 0  # elements that were given to collectives that reduce
+        # Whether a window of micro batches was clipped, and then set to zero
+        self.given_up_on = False
+        # The order that dims of parameters have in memory
+        self.orders: dict[str, list[int]] = {}
+        # How many tensors optimizers of other models hold, and hashes of (weights, gradient) of these
+        self.elsewhere = 0
+        self.other_replicas: list[list[int]] = []
+        # How many elements were given to collectives that reduce
+        self.reduced = 0
+        # The ids of the optimizers that have stepped, and those of their first parameters
         self.stepped: set[int] = set()
-        self.first_parameters: list[int] = []  # of the optimizers that have stepped
+        self.first_parameters: list[int] = []
+        # Hashes of buffers, and of attributes that are tensors, before the last micro batch
         self.buffers: dict[str, int] = {}
-        self.before_zeroing: dict[
-            int, list[int]
-        ] = {}  # by the first parameter: micro batches at which a gradient had arrived
-        # Likewise: those that a backward pass had gone through
+        # By the id of an optimizer's first parameter: micro batches for which a gradient had arrived before it set gradients to zero
+        self.before_zeroing: dict[int, list[int]] = {}
+        # Likewise, micro batches that a backward pass had gone through
         self.zeroed: dict[int, list[int]] = {}
-        self.arrived_since = True  # a gradient, after the last step of another model's optimizer
+        # Whether a gradient arrived after the last step of another model's optimizer
+        self.arrived_since = True
 
     def _write(self) -> None:
+        """Write the files of the step, and begin the next one."""
         self._see_ranks()
-        for number, about in enumerate(self.micro):
+        for number, micro_batch in enumerate(self.micro):
             # A model that returns its loss alone was taken for one that is trained on it.
-            seen = any(place.startswith(f"forward/{number}/") for place in self.kept.places)
-            about["used"] &= about["reached"] or about["asked"] or not seen
-            about["zeroed"] = bool(self.first_parameters) and all(
-                number in self.zeroed.get(one, ()) for one in self.first_parameters
+            is_seen = any(place.startswith(f"forward/{number}/") for place in self.kept.places)
+            micro_batch["used"] &= micro_batch["reached"] or micro_batch["asked"] or not is_seen
+            micro_batch["zeroed"] = bool(self.first_parameters) and all(
+                number in self.zeroed.get(parameter, ()) for parameter in self.first_parameters
             )
         if self.rank == 0 and self.step == 1:
             made = {
@@ -192,11 +214,11 @@ class Recorded:
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
             }
-            more = {
+            extra = {
                 "surroundings": self.surroundings,
                 "own_hooks": tree.own_hooks(self.model, self.tree["left_out"]),
             }
-            write_model(self.folder, self.tree | more, self.tensors, made)
+            write_model(self.folder, self.tree | extra, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
         save_file(self.kept.tensors, path.with_suffix(".part"))
@@ -219,11 +241,11 @@ class Recorded:
             "orders": self.orders,
             "hooked": sorted(self.hooked),
             "hooked_parameters": [
-                name for name, one in wrapped.named_parameters(self.model).items() if one._backward_hooks
+                name for name, p in wrapped.named_parameters(self.model).items() if p._backward_hooks
             ],
             "places": self.kept.places,
             "unchanged": self.kept.unchanged,
-            # And what is not there any more
+            # Also what the step before ended with and this one does not have
             "changed": [*self.kept.changed, *self.last_digests],
         }
         write_text(path.with_suffix(".json"), json.dumps(content))
@@ -233,19 +255,24 @@ class Recorded:
         self._begin()
         if self.step > self.steps:
             self._remove_hooks()
-            self.plain_shards.places.clear()  # a hash for each row and column of every parameter
-            self.whole_run.write()  # a script may end without a word
+            # It is large: it has a hash for each row and column of every parameter.
+            self.plain_shards.places.clear()
+            # A script may end without a call of `stop`.
+            self.whole_run.write()
 
 
 def write_model(
     folder: Path, about: tree.TREE, tensors: dict[str, torch.Tensor], made: dict[str, Any]
 ) -> None:
-    """`made` says how, besides what lockstep/ground/origin.py knows."""
+    """Write a model's tree and its tensors into a folder.
+
+    `made` says how the run was made, besides what lockstep/ground/origin.py knows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {
+    whole_tensors = {
         name: copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in tensors.items()
     }
-    save_file(whole, folder / "model.safetensors")
+    save_file(whole_tensors, folder / "model.safetensors")
     content = {"format": FORMAT, "tree": about, "origin": origin.of_run() | made}
     write_text(folder / "model.json", json.dumps(content))

@@ -1,7 +1,7 @@
 """A model's module tree as JSON: classes, attributes, shapes, which parameters are tied. The same model is built from it again.
 
-Nothing is pickled, and no constructor is called: a module is made of its class, its attributes and its children, as it was. So a tree
-keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
+Nothing is pickled, and no constructor is called: a module is made again from its class, its attributes and its children. So a
+tree keeps what was done to a model after it was built, such as adapters of LoRA. Hooks and wrappers are left out.
 """
 
 import argparse
@@ -30,12 +30,14 @@ from lockstep.recorder import deepspeed_layers, divided, functions, process_grou
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
-# Of torch.nn.Module itself; its parameters, buffers and children are written apart, hooks not at all. Nor is transformers' note that
-# it has put hooks on the modules, so it will put them on those of the model that is built again.
+# Attributes that are not written: those of torch.nn.Module itself. Parameters, buffers and children are written apart, hooks not at all.
+# Nor is transformers' note that it has put hooks on the modules. So it puts them on those of the model that is built again.
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
-# Of FSDP2, replicate and checkpoint: what they hold of a module they wrap
+# How attributes begin that FSDP2, replicate and checkpoint put on a module that they wrap
 OF_WRAPPERS = "__composable_api"
+# Packages whose objects are configurations
 CONFIGURATIONS = {"addict", "easydict", "ml_collections", "omegaconf", "yacs"}
+# Packages whose functions and classes a tree may name, beside the model's own
 PACKAGES = CONFIGURATIONS | {
     "argparse",
     "builtins",
@@ -46,10 +48,11 @@ PACKAGES = CONFIGURATIONS | {
     "torch",
     "types",
     "typing",
-}  # whose functions and classes a tree may name, beside the model's own
+}
 # The script that runs, and the same in a process that it spawned
 MAIN = {"__main__", "__mp_main__"}
 PLAIN = (type(None), bool, int, str)
+# Types whose values are no objects with numbers and texts of their own
 NO_OBJECTS = (
     type,
     types.ModuleType,
@@ -63,16 +66,17 @@ TREE = dict[str, Any]
 
 
 def class_of(module: torch.nn.Module) -> type:
-    """The class that a module was built of. FSDP2 and DTensor's checkpointing derive another, with the class as its last base.
+    """Return the class that a module was built of. Raises UserError for a class that no file has by its name.
 
-    One that was derived while the program runs, and has the name of its base, is a patch: the file's own class is what was meant.
+    FSDP2 and DTensor's checkpointing derive another class, which has this one as its last base. A class that was derived while the
+    program ran, and has the name of its base, is a patch: the class that the file has was meant.
     """
     kind = type(module)
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
-    while (found := named(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
-        if isinstance(found, type) and found is not kind and issubclass(kind, found):
-            return found
+    while (defined := named(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
+        if isinstance(defined, type) and defined is not kind and issubclass(kind, defined):
+            return defined
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
             raise UserError(
                 f"{kind.__module__}.{kind.__qualname__}: no file has this class by its name, so the model cannot be built again; "
@@ -83,42 +87,54 @@ def class_of(module: torch.nn.Module) -> type:
 
 
 class Describing:
+    """Describes a model's modules, and values that belong to them, as JSON. lockstep/recorder/building.py makes them again."""
+
     def __init__(self, model: torch.nn.Module):
-        compiled = next(
-            (n for n, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None
+        scripted = next(
+            (name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None
         )
-        if compiled is not None:
+        if scripted is not None:
             raise UserError(
-                f"{compiled or 'the model'} was made by torch.jit, which leaves no class that it could be built of again; record the module that it was made of"
+                f"{scripted or 'the model'} was made by torch.jit, which leaves no class that it could be built of again; record the module that it was made of"
             )
         self.modules = {id(module): clean(name) for name, module in model.named_modules()}
-        # Without that of AutoTP's layers: what else it put into the model, such as its loss function, is left out as they are.
-        own = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
-        files = {class_of(module).__module__ for module in own} - {deepspeed_layers.FILE}
+        # Not the file of AutoTP's layers: like these, what else AutoTP put into the model, such as its loss function, is left out.
+        bare = [module for module in model.modules() if "_checkpoint_wrapped_module" not in module._modules]
+        files = {class_of(module).__module__ for module in bare} - {deepspeed_layers.FILE}
         self.kind = class_of(model)
         self.packages = PACKAGES | {package_of(file) for file in files}
+        # By id, the names of parameters and buffers
         self.tensors: dict[int, str] = {}
-        for names in (model.named_parameters, model.named_buffers):
-            for name, tensor in names():
+        for named_tensors in (model.named_parameters, model.named_buffers):
+            for name, tensor in named_tensors():
                 self.tensors.setdefault(id(tensor), clean(name))
+        # By id, the numbers of the objects that were described
         self.objects: dict[int, int] = {}
         self.sizes = divided.sizes_of(model)
-        self.inside: set[int] = set()  # functions that are described now
-        self.read_of_script: set[str] = set()  # names, by functions without one
-        self.kept: list[object] = []  # so that no id is given twice
+        # The ids of functions that are being described
+        self.inside: set[int] = set()
+        # Names of the script that functions without a name read
+        self.read_of_script: set[str] = set()
+        # The objects that were described: they are kept alive, so that no id is given twice
+        self.kept: list[object] = []
+        # Values that have no name, as "PLACE: why"
         self.left_out: list[str] = []
-        self.hooks: list[str] = []  # of torch.nn.utils, which compute a weight before each call
+        # Hooks of torch.nn.utils, which compute a weight before each call
+        self.hooks: list[str] = []
+        # Tensors that are neither parameters nor buffers, by place
         self.attributes: dict[str, torch.Tensor] = {}
 
     def module(self, module: torch.nn.Module, name: str) -> TREE:
+        """Return a module and its children as JSON."""
         wrapped = module._modules.get("_checkpoint_wrapped_module") or module._modules.get("_orig_mod")
         if wrapped is not None:
             return self.module(wrapped, name)
         kind = class_of(module)
-        if isinstance(module, DistributedDataParallel):  # around a part of the model
+        # DDP around a part of the model
+        if isinstance(module, DistributedDataParallel):
             child = self.module(module.module, f"{name}.module")
-            kept: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
-            return {"class": name_of(Passed), **kept}
+            parts: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
+            return {"class": name_of(Passed), **parts}
         values = {
             key: value
             for key, value in vars(module).items()
@@ -133,25 +149,25 @@ class Describing:
         values |= divided.wholes(module, self.sizes)
         attributes = self.values(values, name)
         for key in values.keys() - attributes.keys():
-            # Without what others put there, such as a loss for shards of the vocabulary, a class does what it does by itself.
+            # Libraries put private attributes there, such as a loss for shards of the vocabulary. A class works without them.
             read = {} if key.startswith("_") else _numbers_read(values[key], kind)
             attributes |= {key: {"left": read}} if read else {}
-        hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
+        hook_classes = {type(hook) for hook in module._forward_pre_hooks.values()}
         self.hooks += [
-            f"{one.__name__} of {name or 'the model'}"
-            for one in hooks
-            if one.__module__.startswith("torch.nn.utils")
+            f"{hook_class.__name__} of {name or 'the model'}"
+            for hook_class in hook_classes
+            if hook_class.__module__.startswith("torch.nn.utils")
         ]
         if vars(module).get("_is_expert_parallel"):
-            # Of transformers: the number is that of this rank's experts.
-            whole: Any = next(iter(module._parameters.values()))
-            attributes |= {"_is_expert_parallel": False, "num_experts": whole.shape[0]}
+            # The number that transformers keeps is that of this rank's experts.
+            experts: Any = next(iter(module._parameters.values()))
+            attributes |= {"_is_expert_parallel": False, "num_experts": experts.shape[0]}
         tensors = {
-            group: {
+            field: {
                 key: None if tensor is None else self.parameter(tensor)
-                for key, tensor in getattr(module, f"_{group}").items()
+                for key, tensor in getattr(module, f"_{field}").items()
             }
-            for group in ("parameters", "buffers")
+            for field in ("parameters", "buffers")
         }
         children = {
             key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
@@ -160,7 +176,7 @@ class Describing:
         return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
 
     def parameter(self, tensor: torch.Tensor) -> TREE:
-        """Of a parameter or buffer, as the whole model has it."""
+        """Return a parameter or buffer as JSON, with the shape that it has in the whole model."""
         values = quantized.values(tensor)
         shape: Any = deepspeed_layers.noted(tensor).get("original_shape") or getattr(
             tensor, "ds_shape", values.shape
@@ -173,68 +189,74 @@ class Describing:
         }
 
     def scripts(self) -> TREE:
-        """By the path of the script that runs: what its modules and optimizers read of it, such as settings from the command line."""
-        kinds = (torch.nn.Module, torch.optim.Optimizer)
-        main = globals_of(self.kind)
-        own = {
-            one.__name__
-            for one in (self.kind, *main.values())
-            if isinstance(one, type) and issubclass(one, kinds) and one.__module__ in MAIN
+        """Return, by the path of the running script, what its modules and optimizers read of it.
+
+        Such are settings from the command line.
+        """
+        bases = (torch.nn.Module, torch.optim.Optimizer)
+        namespace = globals_of(self.kind)
+        names = {
+            kind.__name__
+            for kind in (self.kind, *namespace.values())
+            if isinstance(kind, type) and issubclass(kind, bases) and kind.__module__ in MAIN
         }
-        path = script_of(main)
-        own |= self.read_of_script
-        if not own or not path.is_file():
+        path = script_of(namespace)
+        names |= self.read_of_script
+        if not names or not path.is_file():
             return {}
         values: TREE = {}
 
         def has_value(name: str) -> bool:
-            if name.startswith("__") or name not in main:
+            """Whether a global of the script has a value that JSON can name. It is then kept in `values`."""
+            if name.startswith("__") or name not in namespace:
                 return False
-            value = main[name]
+            value = namespace[name]
             if isinstance(value, (type, types.FunctionType, types.ModuleType)):
                 return False
             if isinstance(value, argparse.Namespace):
                 value = argparse.Namespace(**origin.without_secret_values(vars(value)))
-            with contextlib.suppress(Unnamed):  # then it is computed as the script does
+            # A value that JSON cannot name is computed by the judge as the script does.
+            with contextlib.suppress(Unnamed):
                 values[name] = self.value(value, f"script.{name}")
             return name in values
 
-        Script(path, path.read_bytes()).needed(own, has_value)
-        return {str(path): {"package": main.get("__package__"), "values": values}}
+        Script(path, path.read_bytes()).needed(names, has_value)
+        return {str(path): {"package": namespace.get("__package__"), "values": values}}
 
     def values(self, values: dict[str, Any], where: str) -> TREE:
-        """Values by name as JSON; what has no name is left out."""
-        found: TREE = {}
+        """Return values by name as JSON. What JSON cannot name is left out."""
+        trees: TREE = {}
         for key, value in values.items():
             try:
-                found[key] = self.value(value, f"{where}.{key}".removeprefix("."))
+                trees[key] = self.value(value, f"{where}.{key}".removeprefix("."))
             except Unnamed as error:
                 self.left_out.append(f"{where}.{key}: {error}")
-        return found
+        return trees
 
     def value(self, value: Any, where: str) -> Any:
-        """A value as JSON. Raises Unnamed for what has no name."""
+        """Return a value as JSON. `where` is its place, such as MODULE.KEY. Raises Unnamed for what JSON cannot name."""
         if type(value) is int and value in self.tensors:
             return {"id": self.tensors[value]}
         if isinstance(value, PLAIN) and type(value) in PLAIN:
             return value
         if isinstance(value, float):
-            value = float(value)  # also of numpy
+            # It may be a float64 of numpy.
+            value = float(value)
             return value if math.isfinite(value) else {"float": str(value)}
         if type(value) is list:
-            return self._all(value, where)
+            return self._list(value, where)
         for kind, make in SEQUENCES.items():
             if type(value) is make:
-                return {kind: self._all(value, where)}
+                return {kind: self._list(value, where)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             self._require_named(type(value))
-            return {"namedtuple": name_of(type(value)), "values": self._all(value, where)}
+            return {"namedtuple": name_of(type(value)), "values": self._list(value, where)}
         if type(value) in (dict, collections.OrderedDict):
             return {
-                "dict": [self._all(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
+                "dict": [self._list(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
             }
         if type(value) is collections.defaultdict:
-            return {"defaultdict": [self.value(one, where) for one in (value.default_factory, dict(value))]}
+            return {"defaultdict": [self.value(part, where) for part in (value.default_factory, dict(value))]}
         if isinstance(value, (torch.dtype, torch.device)):
             return {type(value).__name__: str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
@@ -243,7 +265,8 @@ class Describing:
             return {"process group": None}
         if isinstance(value, torch.nn.Module):
             return self._module(value)
-        if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):  # also of C++
+        # An enumeration of C++ has __members__ alone.
+        if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):
             self._require_named(type(value))
             return {"enum": name_of(type(value)), "name": value.name}
         if isinstance(value, functools.partial):
@@ -267,32 +290,32 @@ class Describing:
             raise Unnamed("a function that encloses itself")
         self.inside.add(id(function))
         try:
-            about = functions.described(function, self.value, where)
+            described = functions.described(function, self.value, where)
         except ValueError as error:
             raise Unnamed(str(error)) from error
         finally:
             self.inside.remove(id(function))
         if function.__module__ in MAIN:
             self.read_of_script |= {*names_of(function.__code__)}
-        return {"function": name_of(function).partition(":")[0], **about}
+        return {"function": name_of(function).partition(":")[0], **described}
 
     def _annotation(self, value: Any, where: str) -> TREE:
-        """Such as Union, or Union[Tensor, None]: a module may keep those of a method."""
-        origin = typing.get_origin(value)
-        if origin is None:
+        """Return an annotation, such as Union or Union[Tensor, None], as JSON. A module may keep those of a method."""
+        generic = typing.get_origin(value)
+        if generic is None:
             name = str(value).removeprefix("typing.")
             if getattr(typing, name, None) is not value:
                 raise Unnamed(f"{value}, which typing does not have")
             return {"named": f"typing:{name}"}
-        made_of = typing.Union if origin is types.UnionType else origin
-        inside = tuple(None if one is types.NoneType else one for one in typing.get_args(value))
-        return {"annotation": [self.value(one, where) for one in (made_of, inside)]}
+        named_generic = typing.Union if generic is types.UnionType else generic
+        arguments = tuple(None if kind is types.NoneType else kind for kind in typing.get_args(value))
+        return {"annotation": [self.value(part, where) for part in (named_generic, arguments)]}
 
-    def _all(self, values: Iterable[Any], where: str) -> list[Any]:
-        return [self.value(one, f"{where}.{number}") for number, one in enumerate(values)]
+    def _list(self, values: Iterable[Any], where: str) -> list[Any]:
+        return [self.value(element, f"{where}.{number}") for number, element in enumerate(values)]
 
     def _require_named(self, value: Any) -> None:
-        """Only what `Building.named` of lockstep/recorder/building.py finds again."""
+        """Raise Unnamed for a class or function that `Building.named` of lockstep/recorder/building.py does not find again."""
         if named(value) is not value or package_of(value.__module__) not in self.packages:
             raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
@@ -306,65 +329,72 @@ class Describing:
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         if id(tensor) in self.tensors:
             return {"tensor": self.tensors[id(tensor)]}
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain and not isinstance(tensor, DTensor):
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain and not isinstance(tensor, DTensor):
             raise Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
         self.attributes[clean(where)] = tensor
         return {"attribute": clean(where)}
 
     def _object(self, value: object, where: str) -> TREE:
-        """An object of a class with attributes, and perhaps items, such as a config. One that stands in several places stays one."""
+        """Return an object with attributes, and perhaps items, such as a config, as JSON. An object that is in several places stays one."""
         if id(value) in self.objects:
             return {"same": self.objects[id(value)]}
         kind = type(value)
         self._require_named(kind)
-        # What C++ holds, as of a scripted function, is in no attribute.
-        of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
-        if of_c or not hasattr(value, "__dict__"):
+        # What C++ holds, such as a scripted function, is in no attribute.
+        is_of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
+        if is_of_c or not hasattr(value, "__dict__"):
             raise Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.objects)
         self.kept.append(value)
-        about = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+        tree = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
         if isinstance(value, dict):
-            kept = self.values({key: one for key, one in dict.items(value) if isinstance(key, str)}, where)
-            about["items"] = [*kept.items()]
+            items = self.values({key: item for key, item in dict.items(value) if isinstance(key, str)}, where)
+            tree["items"] = [*items.items()]
         elif isinstance(value, list):
-            about["elements"] = self._all(list.__iter__(value), where)
-        return about
+            tree["elements"] = self._list(list.__iter__(value), where)
+        return tree
 
 
 def _numbers_read(value: object, kind: type) -> TREE:
-    """Numbers and texts of an object that is left out, such as of a tokenizer, by those names that the code of a module's class has."""
+    """Return the numbers and texts of an object that is left out, such as a tokenizer, that a module's class may read.
+
+    They are found by the names that the code of the class has.
+    """
     if isinstance(value, NO_OBJECTS):
         return {}
-    found: TREE = {}
-    functions_of = (
-        one for base in kind.__mro__ for one in vars(base).values() if base is not torch.nn.Module
+    read: TREE = {}
+    attributes = (
+        attribute for base in kind.__mro__ for attribute in vars(base).values() if base is not torch.nn.Module
     )
-    codes = [one.__code__ for one in functions_of if isinstance(one, types.FunctionType)]
+    codes = [method.__code__ for method in attributes if isinstance(method, types.FunctionType)]
     for name in {
-        name for code in codes for one in (code, *functions.codes_in(code)) for name in one.co_names
+        name for code in codes for inner in (code, *functions.codes_in(code)) for name in inner.co_names
     }:
-        with contextlib.suppress(Exception):  # of a property
-            one = getattr(value, name)
-            found |= {name: one} if type(one) in (bool, int, float, str) else {}
-    return found
+        # A property may raise anything.
+        with contextlib.suppress(Exception):
+            constant = getattr(value, name)
+            read |= {name: constant} if type(constant) in (bool, int, float, str) else {}
+    return read
 
 
 def _calls_others(forward: Any, module: torch.nn.Module) -> bool:
-    """Whether a module was given a function as its `forward` that knows other modules, such as an adapter's. Another one is a patch, like a hook."""
+    """Whether a module was given a function as its `forward` that knows other modules, such as an adapter's.
+
+    Any other function is a patch, like a hook.
+    """
     if not isinstance(forward, types.FunctionType):
         return False
-    known = [
+    values = [
         *functions.enclosed(forward).values(),
         *(forward.__defaults__ or ()),
         *(forward.__kwdefaults__ or {}).values(),
     ]
-    return any(isinstance(one, torch.nn.Module) and one is not module for one in known)
+    return any(isinstance(value, torch.nn.Module) and value is not module for value in values)
 
 
 class Passed(torch.nn.Module):
-    """What DDP around a part of a model is built again as."""
+    """The module that DDP around a part of a model is built again as."""
 
     module: torch.nn.Module
 
@@ -377,44 +407,48 @@ class Unnamed(Exception):
 
 
 def package_of(name: str) -> str:
+    """Return the first part of a name like package.module:NAME."""
     return name.partition(":")[0].partition(".")[0]
 
 
 def name_of(value: Any) -> str:
-    """Where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" for one of the script that runs."""
+    """Return where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" if the running script defines it."""
     module = str(script_of(globals_of(value))) if value.__module__ in MAIN else value.__module__
-    return f"{module}:{_path(value)}"
+    return f"{module}:{_path_in_module(value)}"
 
 
-def _path(value: Any) -> str:
-    """What is of C++ may have been given another name than the qualified one, such as torch.tanh."""
-    of_c = isinstance(value, types.BuiltinFunctionType) or type(value).__name__ == "pybind11_type"
-    return str(value.__name__ if of_c else value.__qualname__)
+def _path_in_module(value: Any) -> str:
+    """Return NAME, or CLASS.NAME, of a class or function. One of C++, such as torch.tanh, may have another name than its qualified one."""
+    is_of_c = isinstance(value, types.BuiltinFunctionType) or type(value).__name__ == "pybind11_type"
+    return str(value.__name__ if is_of_c else value.__qualname__)
 
 
 def script_of(names: TREE) -> Path:
-    """Of a notebook, and of Python's -c, the path is no file's."""
+    """Return the path of the script with this namespace. In a notebook, and with Python's -c, it is the path of no file."""
     return Path(names.get("__file__") or "").absolute()
 
 
 def globals_of(value: Any) -> TREE:
-    """Of the script that a class or function is of: of the one that runs, or what came with it from another process, as with Ray's workers."""
-    own = vars(sys.modules["__main__"])
-    if value.__name__ in own:
-        return own
-    found = (getattr(one, "__globals__", {}) for one in (value, *getattr(value, "__dict__", {}).values()))
-    return next((one for one in found if one.get("__name__") in MAIN), own)
+    """Return the namespace of the script that defines a class or function.
+
+    That is the script that runs, or globals that came with the value from another process, as with Ray's workers.
+    """
+    main = vars(sys.modules["__main__"])
+    if value.__name__ in main:
+        return main
+    found = (getattr(v, "__globals__", {}) for v in (value, *getattr(value, "__dict__", {}).values()))
+    return next((names for names in found if names.get("__name__") in MAIN), main)
 
 
 def named(value: Any) -> Any:
-    """What a file has under a class's or function's own name, or None."""
+    """Return what a file has under the name of a class or function; None if there is no such name."""
     names = globals_of(value)
     if value.__module__ in MAIN and not script_of(names).is_file():
         return None
     if names is not vars(sys.modules["__main__"]):
         return None if "<locals>" in value.__qualname__ else value
     try:
-        return attribute_of(importlib.import_module(value.__module__), _path(value))
+        return attribute_of(importlib.import_module(value.__module__), _path_in_module(value))
     except (AttributeError, ImportError, ValueError):
         return None
 
@@ -424,12 +458,13 @@ def attribute_of(module: types.ModuleType, path: str) -> Any:
 
 
 def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[str]]:
-    """[a module, how a hook of it is registered, another module, the method of that which it is], as of a model that keeps a hidden output.
+    """Return the hooks that are methods of the model's own modules, as of a model that keeps a hidden output.
 
-    Without methods that use what is left out, such as a file.
+    Each is [the module that has the hook, how it is registered, the module whose method it is, the method]. `left_out` is what the
+    tree leaves out; methods that use any of it, such as a file, are not returned.
     """
     names = {id(module): clean(name) for name, module in model.named_modules()}
-    gone = {one.partition(":")[0] for one in left_out}
+    unrecorded = {entry.partition(":")[0] for entry in left_out}
     return [
         [clean(name), register, names[id(hook.__self__)], hook.__name__]
         for name, module in model.named_modules()
@@ -440,12 +475,12 @@ def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[str]]:
         for number, hook in hooks.items()
         if isinstance(hook, types.MethodType) and id(hook.__self__) in names and number not in with_keywords
         if inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
-        if gone.isdisjoint(f"{names[id(hook.__self__)]}.{key}" for key in hook.__code__.co_names)
+        if unrecorded.isdisjoint(f"{names[id(hook.__self__)]}.{key}" for key in hook.__code__.co_names)
     ]
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
-    """(the tree, the tensors that belong to it: buffers, and attributes that are tensors).
+    """Return a model's tree, and the tensors that belong to it: buffers, and attributes that are tensors.
 
     Raises UserError for a class that no file has by its name.
     """
@@ -454,10 +489,10 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     scripts = describing.scripts()
     buffers = {f"buffer/{clean(name)}": buffer for name, buffer in model.named_buffers()}
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
-    more = {
+    whole_model = {
         "left_out": describing.left_out,
         "hooks": describing.hooks,
         "paths": user_file.own_paths(),
         "scripts": scripts,
     }
-    return {**tree, **more}, {**buffers, **attributes}
+    return {**tree, **whole_model}, {**buffers, **attributes}

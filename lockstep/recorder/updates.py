@@ -1,4 +1,4 @@
-"""Records the updates of a step: how gradients are clipped and set to zero, what each optimizer is given, and what it makes of that."""
+"""Record the updates of a step: how gradients are clipped and set to zero, what each optimizer is given, and what it computes."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 class Updates(Recorded):
-    """The hooks on optimizers, and on what is done with gradients before they step."""
+    """Has the hooks on optimizers, and on what is done with gradients before the optimizers step."""
 
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):
         super().__init__(model, folder, steps, modules)
@@ -37,53 +37,62 @@ class Updates(Recorded):
 
     @harmless
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float) -> None:
-        own = self._among(parameters)
-        names = [name for name, one in own.items() if one.grad is not None]
-        of_model = {id(one) for one in own.values()}
-        others = [one.grad for one in parameters if id(one) not in of_model and one.grad is not None]
-        beside = torch.nn.utils.get_total_norm(others)
-        beside = beside.full_tensor() if isinstance(beside, DTensor) else beside
-        about = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
-        clip = next((one for one in self.clips if one.items() >= about.items()), None)
-        # A clip that is there already is of another group: parameters of several meshes are clipped in groups, by one norm
+        """Record that gradients are clipped by their norm. `factor` is what they are multiplied with."""
+        own = self._own_parameters(parameters)
+        names = [name for name, parameter in own.items() if parameter.grad is not None]
+        own_ids = {id(parameter) for parameter in own.values()}
+        others = [p.grad for p in parameters if id(p) not in own_ids and p.grad is not None]
+        norm_beside = torch.nn.utils.get_total_norm(others)
+        norm_beside = norm_beside.full_tensor() if isinstance(norm_beside, DTensor) else norm_beside
+        fields = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
+        clip = next((clip for clip in self.clips if clip.items() >= fields.items()), None)
+        # Parameters of several meshes are clipped in groups, by one norm. If there is an equal clip, it is of an earlier group.
         if clip is None:
-            clip = {**about, "parameters": [], "beside": 0.0}
+            clip = {**fields, "parameters": [], "beside": 0.0}
             self.clips.append(clip)
-        clip["beside"] = math.hypot(clip["beside"], beside)
+        clip["beside"] = math.hypot(clip["beside"], norm_beside)
         clip["parameters"] += names
-        # An optimizer in the backward pass has set gradients to None.
+        # Gradients are None if an optimizer has stepped in the backward pass.
         clip["too_late"] = self._have_stepped(names or list(own))
 
     @harmless
     def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:
-        own = {name: one.grad for name, one in self._among(parameters).items() if one.grad is not None}
-        for name, gradient in own.items():
+        """Record that each element of the gradients is clipped to at most `bound`, and the gradients before."""
+        grads = {name: p.grad for name, p in self._own_parameters(parameters).items() if p.grad is not None}
+        for name, gradient in grads.items():
             if f"unclipped/{name}" not in self.kept.places:
                 self.kept.keep_shard(f"unclipped/{name}", gradient)
-        if own:
-            about = {"max_norm": bound, "norm": 0.0, "factor": 1.0, "by_value": True, "parameters": list(own)}
-            about |= {"after": len(self.micro), "too_late": self._have_stepped(list(own))}
-            self.clips.append(about)
+        if grads:
+            clip = {
+                "max_norm": bound,
+                "norm": 0.0,
+                "factor": 1.0,
+                "by_value": True,
+                "parameters": list(grads),
+            }
+            clip |= {"after": len(self.micro), "too_late": self._have_stepped(list(grads))}
+            self.clips.append(clip)
 
-    def _among(self, given: list[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-        """The model's parameters among these, by name."""
-        places = {id(one) for one in given}
-        return {name: one for name, one in wrapped.named_parameters(self.model).items() if id(one) in places}
+    def _own_parameters(self, given: list[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Return the model's parameters among the given tensors, by name."""
+        ids = {id(tensor) for tensor in given}
+        return {name: p for name, p in wrapped.named_parameters(self.model).items() if id(p) in ids}
 
     def _have_stepped(self, names: list[str]) -> bool:
         """Whether the optimizer of any of these parameters has stepped."""
-        held = (group["params"] for one in self.optimizers for group in one["groups"])
+        held = (group["params"] for optimizer in self.optimizers for group in optimizer["groups"])
         return any(name in params for params in held for name in names)
 
     def _see_zeroing(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """A loop may skip a step whose norm is too large."""
-        if self.optimizers:  # have stepped: what is set to zero now, counted
+        """Note for which micro batches gradients had arrived when they are set to zero. A loop may skip a step whose norm is too large."""
+        # Once optimizers have stepped, gradients that are set to zero have counted.
+        if self.optimizers:
             return
-        self.before_zeroing[_first(optimizer)] = [
-            number for number, about in enumerate(self.micro) if about["used"]
+        self.before_zeroing[_first_parameter(optimizer)] = [
+            number for number, micro_batch in enumerate(self.micro) if micro_batch["used"]
         ]
-        self.zeroed[_first(optimizer)] = [
-            number for number, about in enumerate(self.micro) if about["reached"]
+        self.zeroed[_first_parameter(optimizer)] = [
+            number for number, micro_batch in enumerate(self.micro) if micro_batch["reached"]
         ]
         self.given_up_on |= bool(self.clips) and not self._is_of_another_model(optimizer)
 
@@ -93,10 +102,11 @@ class Updates(Recorded):
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
-        self.compiled = torch.compiler.is_compiling()  # the optimizer's step
+        # Whether torch.compile compiles the optimizer's step
+        self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return self._begin_update(optimizer, arguments, options)
-        # After the optimizer's own hooks, which may reduce gradients: those of all optimizers come first.
+        # torch calls hooks of all optimizers first. This one must come after the optimizer's own hooks, which may reduce gradients.
         self._remove_last_hook(optimizer)
         self.last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._begin_update).remove
         return None
@@ -109,108 +119,112 @@ class Updates(Recorded):
     def _begin_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple, options: dict[str, Any]
     ) -> Any:
+        # An optimizer inside of another holds nothing that the outer one does not hold.
         if self.stepping not in (None, optimizer):
-            return None  # one inside of another, which holds all that this one does
+            return None
+        # The optimizer inside of it has this rank's shard, which is then sent to the other ranks.
         if type(optimizer).__module__ == ZERO_REDUNDANCY:
-            return None  # the one inside has this rank's share, which is then sent to the others
-        # A step that calls the step of the class it is derived from is nested
+            return None
+        # A step that calls the step of the class it is derived from is nested.
         self.nested += self.stepping is optimizer
         if self.nested:
             return None
         self.stepping = optimizer
         # The first argument is the optimizer itself.
-        closure = options.get("closure") or next((one for one in arguments[1:] if callable(one)), None)
+        closure = options.get("closure") or next((arg for arg in arguments[1:] if callable(arg)), None)
         if closure is None:
             self._see_gradients(optimizer)
             return None
 
         @functools.wraps(closure)
-        def then_seen() -> Any:  # the gradients are final after the closure
+        def then_seen() -> Any:
+            """Call the closure. The gradients are final after it."""
             loss = closure()
-            if not self.updating:  # L-BFGS calls it again, with other weights
+            # L-BFGS calls it again, with other weights.
+            if not self.updating:
                 self._see_gradients(optimizer)
             return loss
 
         if "closure" in options:
             return arguments, {**options, "closure": then_seen}
-        return tuple(then_seen if one is closure else one for one in arguments), options
+        return tuple(then_seen if arg is closure else arg for arg in arguments), options
 
     @harmless
     def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record weights, gradients and optimizer as they are when the optimizer begins to update."""
         if not self.micro or self.engine_steps:
             return
         self._see_ranks()
-        own = wrapped.named_parameters(self.model)
-        names = {id(parameter): name for name, parameter in own.items()}
+        parameters = wrapped.named_parameters(self.model)
+        names = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self.optimizers and self._is_of_another_model(optimizer):
-            # Unless a gradient arrives later, or is kept until the model's own optimizer steps. What arrived before this one's
-            # gradients were set to zero was not for it.
-            known = self.before_zeroing.get(_first(optimizer), ())
-            for number, about in enumerate(self.micro):
-                about["elsewhere"] |= number not in known
+            # The micro batches are in that model's loss, unless a gradient arrives later, or is kept until the model's own optimizer
+            # steps. What arrived before this optimizer's gradients were set to zero was not for it.
+            arrived_before = self.before_zeroing.get(_first_parameter(optimizer), ())
+            for number, micro_batch in enumerate(self.micro):
+                micro_batch["elsewhere"] |= number not in arrived_before
             self.arrived_since = False
             self.elsewhere += len(held)
             self.other_replicas += _replicas(held)
             return
         if not self.arrived_since:
-            for about in self.micro:
-                about["elsewhere"] = False
+            for micro_batch in self.micro:
+                micro_batch["elsewhere"] = False
         # A forward pass may have unfrozen some.
-        trained = {name for name in self.frozen if own[name].requires_grad and own[name].grad is not None}
-        self.frozen = {name: was for name, was in self.frozen.items() if name not in trained}
-        changed = next((name for name, was in self.frozen.items() if digest_of(own[name]) != was), None)
+        trained = {n for n in self.frozen if parameters[n].requires_grad and parameters[n].grad is not None}
+        self.frozen = {name: digest for name, digest in self.frozen.items() if name not in trained}
+        changed = next((n for n, digest in self.frozen.items() if digest_of(parameters[n]) != digest), None)
         if changed is not None:
             self.give_up(f"{changed} requires no gradient, and is not what it was when the step began")
             return
         self.updating = True
-        # another optimizer's may be clipped only later
-        final = [one for one in held if id(one) in names]
-        again = bool(final) and id(optimizer) in self.stepped
-        self.first_parameters.append(_first(optimizer))
+        # The gradients of another optimizer may be clipped only later.
+        final = [parameter for parameter in held if id(parameter) in names]
+        is_again = bool(final) and id(optimizer) in self.stepped
+        self.first_parameters.append(_first_parameter(optimizer))
         self.stepped.add(id(optimizer))
         if not self.optimizers:
-            final = list(own.values())
-            # Only now: FSDP2 has its shards in their places again
-            for name, parameter in own.items():
+            final = list(parameters.values())
+            # Weights are kept only now, when FSDP2 has its shards in their places again.
+            for name, parameter in parameters.items():
                 self.kept.keep_weight(name, parameter)
                 order = order_of(parameter)
                 self.orders |= {name: order} if order else {}
-        scale = getattr(
-            optimizer, "grad_scale", None
-        )  # which a GradScaler leaves to an optimizer that is fused
+        # A GradScaler leaves it to a fused optimizer to unscale.
+        scale = getattr(optimizer, "grad_scale", None)
         for parameter in final:
             gradient = parameter.grad
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = gradient if scale is None else gradient / scale
                 self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
-        said, tensors = described(optimizer, self.model, len(self.optimizers))
+        description, tensors = described(optimizer, self.model, len(self.optimizers))
         self.optimizers.append(
             {
-                **said,
-                "strangers": sum(id(one) not in names for one in held),
-                "replicas": _replicas([one for one in held if id(one) not in names]),
-                "again": again,
-                # Such as one that stands for others, which have stepped in the backward pass
-                "idle": bool(held) and all(one.grad is None for one in held),
+                **description,
+                "strangers": sum(id(parameter) not in names for parameter in held),
+                "replicas": _replicas([parameter for parameter in held if id(parameter) not in names]),
+                "again": is_again,
+                # An optimizer may stand for others, which have stepped in the backward pass.
+                "idle": bool(held) and all(parameter.grad is None for parameter in held),
                 "compiled": self.compiled,
             }
         )
-        for name, value in tensors.items():
-            self.kept.keep_state(name, value)
+        for name, tensor in tensors.items():
+            self.kept.keep_state(name, tensor)
 
     def _is_of_another_model(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds none of the model's parameters, and another one does. If none does, it may hold copies of them."""
         if id(optimizer) not in self.of_others:
-            own = {id(parameter) for parameter in wrapped.named_parameters(self.model).values()}
-            holding = [
-                one
-                for one in gc.get_objects()
-                if issubclass(type(one), torch.optim.Optimizer)
-                and any(id(parameter) in own for group in one.param_groups for parameter in group["params"])
+            ids = {id(parameter) for parameter in wrapped.named_parameters(self.model).values()}
+            holders = [
+                obj
+                for obj in gc.get_objects()
+                if issubclass(type(obj), torch.optim.Optimizer)
+                and any(id(parameter) in ids for group in obj.param_groups for parameter in group["params"])
             ]
-            self.of_others[id(optimizer)] = bool(holding) and all(one is not optimizer for one in holding)
+            self.of_others[id(optimizer)] = bool(holders) and all(obj is not optimizer for obj in holders)
         return self.of_others[id(optimizer)]
 
     @torch.compiler.disable
@@ -225,23 +239,23 @@ class Updates(Recorded):
         self.updating, self.stepping = False, None
         if not self.optimizers or self.engine_steps:
             return
-        own = wrapped.named_parameters(self.model)
-        for name, parameter in own.items():
+        parameters = wrapped.named_parameters(self.model)
+        for name, parameter in parameters.items():
             self.kept.keep_updated(name, parameter)
         number = len(self.optimizers) - 1
-        for name, value in described(optimizer, self.model, number)[1].items():
-            self.kept.keep_updated_state(name, value)
+        for name, tensor in described(optimizer, self.model, number)[1].items():
+            self.kept.keep_updated_state(name, tensor)
 
 
 def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
-    """Hashes of (weights, gradient) of those that all ranks may hold."""
+    """Return the hashes of (weights, gradient) of those parameters that all ranks may hold."""
     return [
-        [digest_of(one), digest_of(one.grad)]
-        for one in parameters
-        if type(one) is torch.nn.Parameter and one.grad is not None and one.grad.layout is torch.strided
+        [digest_of(p), digest_of(p.grad)]
+        for p in parameters
+        if type(p) is torch.nn.Parameter and p.grad is not None and p.grad.layout is torch.strided
     ]
 
 
-def _first(optimizer: torch.optim.Optimizer) -> int:
-    """The id of its first parameter: that of a wrapper, too."""
-    return next((id(one) for group in optimizer.param_groups for one in group["params"]), 0)
+def _first_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """Return the id of an optimizer's first parameter; 0 if it has none. A wrapper of the optimizer has the same."""
+    return next((id(parameter) for group in optimizer.param_groups for parameter in group["params"]), 0)

@@ -1,11 +1,23 @@
-"""What a recording has of every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
+"""Record every step, to the end of the run: which samples, which learning rates, how often the schedule was stepped.
 
-    RUN/rank_R/run_N.json      {"steps": [{"samples": [[hash, ...] of each micro batch], "rates": [...], "optimizers": [numbers], "scheduled": {by whom: times},
-                               "data_sets": [sizes], "shuffled": whether a DistributedSampler was to shuffle them, "replicas": among how many it divides them, "given": and which rank's it gives,
-                               "loaded": of the first batches of loaders, a hash of what each has for a sample,
-                               "orders": the epochs that it is told, "sources": which sampler each micro batch is of, "with_replacement": whether a RandomSampler draws so,
-                               "cut": how often a loader then begins anew before it was at its end,
-                               "evaluated": calls in evaluation mode that were trained on}, ...]}, at most 256 steps in each
+    RUN/rank_R/run_N.json      {"steps": [{...}, ...]}, at most 256 steps in each file
+
+A step has:
+
+    samples            for each micro batch, the hashes of its samples
+    rates              the learning rates
+    optimizers         the numbers of the optimizers that stepped
+    scheduled          {by whom a schedule was stepped: how often}
+    data_sets          the sizes of the data sets
+    shuffled           whether a DistributedSampler was to shuffle the samples
+    replicas           among how many replicas DistributedSamplers divide the samples
+    given              the ranks whose samples they give
+    loaded             for each of the first batches of loaders, a hash of what it has for each sample
+    orders             the epochs that shuffling DistributedSamplers are told
+    sources            for each micro batch, the number of the sampler that it is of
+    with_replacement   whether a RandomSampler draws with replacement
+    cut                how often a loader begins anew after this step before it was at its end
+    evaluated          how many calls in evaluation mode were trained on
 
 Hashes are made on the model's device, and fetched for many steps at once.
 """
@@ -34,19 +46,27 @@ from lockstep.recorder.hashes import hashes
 from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
-BATCHES = 8  # of loaders, that are hashed as they are fetched
+# How many batches of loaders are hashed as they are fetched
+BATCHES = 8
 
 
 class Loaders:
-    """What the loop goes over. Whoever waits for the model's first call begins before it: its batch is fetched by then."""
+    """Watches the loaders and samplers that the loop goes over.
+
+    `lockstep.record` with a script begins before the model's first call: its batch has been fetched by then.
+    """
 
     def __init__(self) -> None:
-        self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()  # their numbers
-        self.source: Any = None  # the sampler that the last batch is of
-        self.loader = 0  # the one that the last batch is of: the id of what chooses its samples
+        # Sampler -> its number
+        self.samplers = weakref.WeakKeyDictionary[DistributedSampler, int]()
+        # The sampler that the last batch is of
+        self.source: Any = None
+        # The loader that the last batch is of, as the id of what chooses its samples
+        self.loader = 0
         # Loaders that are not at their end, and those whose batches are trained on
         self.unfinished, self.trained = set[int](), set[int]()
-        self.fetched = self.calls = 0  # batches, and calls of the model, so far
+        # Batches, and calls of the model, so far
+        self.fetched = self.calls = 0
         self.begin()
         self.removing = [
             see_calls(torch.utils.data.DataLoader, "__iter__", self._see_data),
@@ -55,40 +75,46 @@ class Loaders:
         ]
 
     def begin(self) -> None:
+        """Begin a step."""
         self.data_sets, self.replicas, self.shuffled = set[int](), set[int](), False
         # The first batches, by hashes of what they have for each sample
         self.loaded: list[dict[str, Any]] = []
-        self.given = set[int]()  # the ranks whose samples DistributedSamplers give
+        # The ranks whose samples DistributedSamplers give
+        self.given = set[int]()
         self.with_replacement, self.cut = False, 0
         self.orders: list[dict[str, int]] = []
-        self.sources: list[
-            int
-        ] = []  # of each call of the model in this step: a sampler's number, -1 for another
+        # For each call of the model in this step, the number of the DistributedSampler; -1 if its batch is of none
+        self.sources: list[int] = []
 
     def _see_data(self, loader: Any) -> None:
-        begun = id(loader._index_sampler)
-        self.cut += begun in self.unfinished & self.trained
-        self.unfinished.discard(begun)
-        with contextlib.suppress(TypeError):  # an iterable data set has no length
+        """Note that a loader begins to give batches, and the size of its data set."""
+        loader_id = id(loader._index_sampler)
+        self.cut += loader_id in self.unfinished & self.trained
+        self.unfinished.discard(loader_id)
+        # An iterable data set has no length.
+        with contextlib.suppress(TypeError):
             self.data_sets.add(len(loader.dataset))
 
     def _see_order(self, sampler: DistributedSampler) -> None:
+        """Note that a DistributedSampler begins to give samples."""
         if sampler.shuffle:
             self.shuffled = True
             number = self.samplers.setdefault(sampler, len(self.samplers))
-            about = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
-            self.orders.append({**about, "calls": len(self.sources)})
+            order = {"sampler": number, "epoch": sampler.epoch, "samples": sampler.num_samples}
+            self.orders.append({**order, "calls": len(self.sources)})
         self.replicas.add(sampler.num_replicas)
         self.given.add(sampler.rank)
 
     def _see_batches(self) -> Undo:
+        """Watch every batch that a loader gives. Return a function that ends this."""
         real = _BaseDataLoaderIter.__next__
 
         @functools.wraps(real)
         def following(iterator: Any) -> Any:
             self.loader = id(iterator._index_sampler)
             self.unfinished.discard(self.loader)
-            batch = real(iterator)  # unless it was the last
+            # It raises StopIteration after the last batch.
+            batch = real(iterator)
             self.unfinished.add(self.loader)
             self._see_batch(batch)
             self.source = getattr(iterator._index_sampler, "sampler", None)
@@ -97,21 +123,25 @@ class Loaders:
         return replace(_BaseDataLoaderIter, "__next__", following)
 
     def _see_batch(self, batch: Any) -> None:
-        """Of a few batches: they are hashed where they are, and a loop may do what it likes with them, such as add noise."""
+        """Hash the samples of a batch, if it is one of the first.
+
+        The loop may change them before it calls the model, as by adding noise.
+        """
         self.fetched += 1
-        found = [one for one in tree_leaves(batch) if _is_dense(one)] if self.fetched <= BATCHES else []
-        rows = [one for one in found if one.numel() and one.device.type == "cpu" and not one.is_quantized]
-        if rows:
-            alike = [one for one in rows if len(one) == len(rows[0])]
-            hashed = torch.stack([hashes(one) for one in alike]).sum(0).tolist()
-            self.loaded.append({"rows": hashed, "calls": self.calls})
+        leaves = [leaf for leaf in tree_leaves(batch) if _is_dense(leaf)] if self.fetched <= BATCHES else []
+        tensors = [x for x in leaves if x.numel() and x.device.type == "cpu" and not x.is_quantized]
+        if tensors:
+            of_samples = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+            rows = torch.stack([hashes(tensor) for tensor in of_samples]).sum(0).tolist()
+            self.loaded.append({"rows": rows, "calls": self.calls})
 
     def see_call(self) -> None:
-        """The model is called with what was fetched last."""
+        """Note that the model is called with what was fetched last."""
         self.with_replacement |= isinstance(self.source, RandomSampler) and self.source.replacement
-        known = isinstance(self.source, DistributedSampler)
-        self.sources.append(self.samplers.get(self.source, -1) if known else -1)
-        self.source = None  # what it is called with next may be of no loader
+        is_distributed = isinstance(self.source, DistributedSampler)
+        self.sources.append(self.samplers.get(self.source, -1) if is_distributed else -1)
+        # The model may be called next with what is of no loader.
+        self.source = None
         self.calls += 1
         self.trained.add(self.loader)
 
@@ -121,9 +151,9 @@ class Loaders:
 
 
 class WholeRun:
-    """Watches one rank's run; `see_call` is told of every training call of the model. `close` writes what is left.
+    """Watches one rank's run. `see_call` must be called before every training call of the model. `close` writes what is left.
 
-    `folder` is asked for when it is written to: by then the rank is known. `of_others` says whether an optimizer is of another model.
+    `folder` is called when a file is written: by then the rank is known. `of_others` says whether an optimizer is of another model.
     """
 
     def __init__(
@@ -135,10 +165,12 @@ class WholeRun:
         self.folder, self.files, self.of_others = folder, 0, of_others
         self.lines: list[dict[str, Any]] = []
         self.stepped, self.updating, self.calls_in_update = False, False, 0
-        # Whether the model is trained in this mode from the first step on
+        # Whether the model is trained in evaluation mode from the first step on
         self.in_evaluation = False
+        # Optimizer -> its number
         self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self.coming: list[float] = []  # the rates of the update that runs
+        # The learning rates of the update that runs
+        self.coming: list[float] = []
         self._begin()
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
@@ -150,17 +182,20 @@ class WholeRun:
             self.removing.append(self.loaders.close)
 
     def _begin(self) -> None:
+        """Begin a step."""
+        # For each micro batch, the hashes of its samples
         self.samples: list[torch.Tensor] = []
-        self.elsewhere: list[torch.Tensor] = []  # before a step of another model's optimizer
+        # Those of the micro batches before a step of another model's optimizer
+        self.elsewhere: list[torch.Tensor] = []
         self.rates: list[float] = []
-        self.optimizers: set[int] = set()  # numbers of those that step
-        self.scheduled: dict[
-            int, list[str]
-        ] = {}  # by whom, each time; a library may step what the loop steps, too
+        # The numbers of the optimizers that step
+        self.optimizers: set[int] = set()
+        # For each schedule, by whom it was stepped each time. A library may step what the loop steps, too.
+        self.scheduled: dict[int, list[str]] = {}
         self.evaluated, self.called = 0, False
 
     def see_evaluation(self, output: torch.Tensor | None) -> None:
-        """`output` is what the model returned in evaluation mode; a gradient that arrives there trains it."""
+        """Watch `output`, which the model returned in evaluation mode. A gradient that arrives there trains the model."""
         if output is not None and output.requires_grad:
             output.register_hook(self._train_in_evaluation)
 
@@ -168,7 +203,9 @@ class WholeRun:
         self.evaluated += 1
 
     def see_call(self, given: dict[str, Any]) -> None:
-        if self.updating:  # in a closure, which L-BFGS calls many times
+        """Hash the samples that the model is called with. `given` are the arguments by name."""
+        # In a closure, which L-BFGS calls many times
+        if self.updating:
             self.calls_in_update += 1
             if self.calls_in_update > 1:
                 return
@@ -177,20 +214,20 @@ class WholeRun:
             self.rates = self.coming if self.updating else []
         self.called, self.elsewhere = True, []
         self.loaders.see_call()
-        tensors = [one for one in tree_leaves(given) if _is_dense(one)]
+        tensors = [leaf for leaf in tree_leaves(given) if _is_dense(leaf)]
         if tensors:
             mask = given.get("attention_mask")
-            # A place of tensors of one dim may be that of a sample, or of a part of one, such as a token of packed texts.
-            of_rows = [one for one in tensors if one.ndim > 1]
+            # An element of a tensor of one dim may be a sample, or a part of one, such as a token of packed texts.
+            rows = [tensor for tensor in tensors if tensor.ndim > 1]
             of_samples = [
-                one for one in of_rows if len(one) == len(of_rows[0]) and one.device == of_rows[0].device
+                tensor for tensor in rows if len(tensor) == len(rows[0]) and tensor.device == rows[0].device
             ]
-            # Several may be needed to tell samples apart, such as the kinds of atoms and where they are.
-            hashed = [hashes(one, mask) * (2 * place + 1) for place, one in enumerate(of_samples)]
+            # Several tensors may be needed to tell samples apart, such as the kinds of atoms and where they are.
+            hashed = [hashes(tensor, mask) * (2 * place + 1) for place, tensor in enumerate(of_samples)]
             self.samples.append(
                 torch.stack(hashed).sum(0)
                 if hashed
-                else hashes(torch.cat([one.flatten().double() for one in tensors])[None])
+                else hashes(torch.cat([tensor.flatten().double() for tensor in tensors])[None])
             )
 
     def _end_step(self) -> None:
@@ -200,8 +237,8 @@ class WholeRun:
                 "rates": self.rates,
                 "optimizers": sorted(self.optimizers),
                 "scheduled": {
-                    " and ".join(dict.fromkeys(by)): len(by)
-                    for by in sorted(self.scheduled.values(), key=len)
+                    " and ".join(dict.fromkeys(callers)): len(callers)
+                    for callers in sorted(self.scheduled.values(), key=len)
                 },
                 "data_sets": sorted(self.loaders.data_sets),
                 "shuffled": self.loaders.shuffled,
@@ -223,17 +260,19 @@ class WholeRun:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
         if self.of_others(optimizer):
-            if not self.stepped:  # else the samples are those of a step that is over
+            # After the model's own optimizer has stepped, the samples are those of a step that is over.
+            if not self.stepped:
                 self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
             return
         self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
         self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
         self.optimizers.add(self.numbers.setdefault(optimizer, len(self.numbers)))
-        self.rates = self.rates or self.coming  # ZeRO steps the groups one by one
+        # ZeRO steps the groups one by one.
+        self.rates = self.rates or self.coming
         self.updating, self.calls_in_update = True, 0
 
     def see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that a GradScaler skips is one of the run, with its samples."""
+        """Note that a GradScaler skipped a step. It counts as a step of the run, with its samples."""
         if not self.of_others(optimizer):
             self.rates = [
                 float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
@@ -245,19 +284,20 @@ class WholeRun:
             return
         if self.evaluated and not self.called and not self.lines:
             self.in_evaluation, self.evaluated = True, 0
-        # Some libraries step once before the first call, so that the optimizer has its memory.
+        # Some libraries step once before the first call, so that the optimizer allocates its memory.
         self.updating, self.stepped = False, self.called
 
     def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-        if caller != "torch":  # which steps a schedule once when it is made
+        # torch steps a schedule once when it is made.
+        if caller != "torch":
             self.scheduled.setdefault(id(schedule), []).append(caller)
 
     def write(self) -> None:
         if not self.lines:
             return
         for line in self.lines:
-            line["samples"] = [one.tolist() for one in line["samples"]]
+            line["samples"] = [sample_hashes.tolist() for sample_hashes in line["samples"]]
         self.files += 1
         path = self.folder() / f"run_{self.files}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,11 +313,12 @@ class WholeRun:
 
 
 def _is_dense(one: Any) -> bool:
+    """Whether a value is a strided tensor with at least one dim."""
     return isinstance(one, torch.Tensor) and one.layout is torch.strided and one.ndim > 0
 
 
 def _schedules() -> list[type]:
-    """Classes with a step of their own, such as those that step others in turn."""
-    found = vars(torch.optim.lr_scheduler).values()
+    """Return torch's classes of schedules with a `step` of their own, such as those that step others in turn."""
+    values = vars(torch.optim.lr_scheduler).values()
     base = torch.optim.lr_scheduler.LRScheduler
-    return [one for one in found if isinstance(one, type) and issubclass(one, base) and "step" in vars(one)]
+    return [v for v in values if isinstance(v, type) and issubclass(v, base) and "step" in vars(v)]
