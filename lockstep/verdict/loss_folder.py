@@ -1,4 +1,4 @@
-"""The histories in a folder and the verdict on them, for plot_loss_curves.py and run_verification_main.sh."""
+"""The loss histories in a folder and the verdict on them, for plot_loss_curves.py and run_verification_main.sh."""
 
 import datetime
 import json
@@ -27,7 +27,7 @@ from lockstep.verdict.loss_tolerance import Tolerance
 
 @dataclass(frozen=True)
 class Judged:
-    """The runs of a folder, by name, and how they compare with the baseline."""
+    """The runs in a folder, by name, and how they compare with the baseline."""
 
     histories: dict[str, History]
     control: History | None
@@ -37,7 +37,7 @@ class Judged:
 
     @property
     def tolerated(self) -> Tolerance:
-        """The tolerance. Raises UserError where there is none."""
+        """The tolerance. Raises UserError if there is none."""
         if self.tolerance is None:
             raise UserError(self.problem)
         return self.tolerance
@@ -48,39 +48,42 @@ class Judged:
 
 
 def paths(input_dir: Path) -> dict[str, Path]:
-    """NAME -> loss_NAME.json of a folder, the baseline's first, the control's last."""
+    """Return the path of each loss_NAME.json in a folder, by NAME: the baseline's first, the control's last."""
     names = {path.stem.removeprefix("loss_") for path in input_dir.glob("loss_*.json")}
     ordered = in_order(names - {CONTROL})
     return {name: history_file(input_dir, name) for name in (*ordered, *(names & {CONTROL}))}
 
 
 def read(found: dict[str, Path]) -> tuple[dict[str, History], History | None]:
-    """The histories by name, and the control's. Raises UserError for one that is not what its name says."""
+    """Read histories; `found` has their paths by name. Return the histories by name without the control's, and the control's.
+
+    Raises UserError for a history that is not of the run in its name, and for one without steps.
+    """
     histories = {name: history.read(path) for name, path in found.items() if os.path.lexists(path)}
-    for name, one in histories.items():
-        path, run = found[name], one.run
+    for name, run_history in histories.items():
+        path, run = found[name], run_history.run
         config = run["config"]
-        spec, mine = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
-        if mine != (BASELINE if name == CONTROL else name) or config["noise_control"] != (name == CONTROL):
-            what = f"{mine}'s" + (" control" if config["noise_control"] else "")
-            raise UserError(f"{path}: is the history of {what} run, not of the run in its name; rename it")
+        spec, owner = strategies.recorded(config["strategy"]), config.get("run_name") or config["strategy"]
+        if owner != (BASELINE if name == CONTROL else name) or config["noise_control"] != (name == CONTROL):
+            whose = f"{owner}'s" + (" control" if config["noise_control"] else "")
+            raise UserError(f"{path}: is the history of {whose} run, not of the run in its name; rename it")
         label = spec.label_of(Mesh(**run["mesh"]), config) + (", control" if name == CONTROL else "")
         if run["label"] != label and spec.factory:
             raise UserError(
                 f"{path}: label is {printable(run['label'], 80)!r}, it must be {label!r}; run its training again"
             )
-        if not one.steps:
+        if not run_history.steps:
             raise UserError(
-                f"{path}: no step was recorded ({printable(one.ended or 'killed', 200)}); run its training again"
+                f"{path}: no step was recorded ({printable(run_history.ended or 'killed', 200)}); run its training again"
             )
     control = histories.pop(CONTROL, None)
     return histories, control
 
 
 def judge(input_dir: Path, histories: dict[str, History], control: History | None) -> Judged:
-    """Hold every run against the baseline."""
+    """Compare every run with the baseline."""
     baseline = histories.get(BASELINE)
-    others = {name: one for name, one in histories.items() if name != BASELINE}
+    others = {name: history for name, history in histories.items() if name != BASELINE}
     try:
         if baseline is None or not others:
             raise UserError(
@@ -100,8 +103,8 @@ def judge(input_dir: Path, histories: dict[str, History], control: History | Non
 
 
 def write(judged: Judged, path: Path, command: str, *, tensors: str | None = None) -> None:
-    """Write the comparison as data; `tensors` is the verdict on the tensors of the same runs, if there is one."""
-    everyone = judged.histories | ({CONTROL: judged.control} if judged.control else {})
+    """Write the comparison as JSON. `tensors` is the verdict on the tensors of the same runs, if there is one."""
+    histories = judged.histories | ({CONTROL: judged.control} if judged.control else {})
     outcome = worst((judged.outcome, tensors or judged.outcome))
     content = {
         "passed": outcome == PASS,
@@ -111,10 +114,12 @@ def write(judged: Judged, path: Path, command: str, *, tensors: str | None = Non
         "precision": judged.histories[BASELINE].run["config"]["precision"],
         "tolerance": judged.tolerated.as_dict(),
         "control": judged.control.run["label"] if judged.control else None,
-        "runs": {name: one.run["label"] for name, one in judged.histories.items()},
+        "runs": {name: history.run["label"] for name, history in judged.histories.items()},
         "verdicts": [verdict.as_dict() for verdict in judged.verdicts.values()],
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "histories": {name: {"run": one.run, "weights": one.weights} for name, one in everyone.items()},
+        "histories": {
+            name: {"run": history.run, "weights": history.weights} for name, history in histories.items()
+        },
     }
     write_text(path, json.dumps(plain(content), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Distances of a step: of what the model computed from the reference, and of every update from the same one in float64."""
+"""The distances of a step: of what the model computed from the reference, and of every update from the same update in float64."""
 
 import functools
 import math
@@ -26,12 +26,12 @@ from lockstep.verdict.distance import (
 )
 from lockstep.verdict.scalars import Norm
 
-SMALL = 1 << 26  # elements that are compared before a process pool has started
+SMALL = 1 << 26  # number of elements that are compared in less time than a process pool takes to start
 Found = dict[str, Distance]  # by tensor
 
 
 def measured(names: list[str], references: Dumps, dumps: Dumps, step: int) -> dict[str, Measured]:
-    """What was measured of each name: the dumps that have it, in their order, against their references."""
+    """Measure each of these tensors of a step in the dumps that have it, in their order, against their references."""
     shapes = next(iter(references.values())).expected(step)
     work = functools.partial(tensor_distances, references, dumps, step)
     return dict(
@@ -42,9 +42,10 @@ def measured(names: list[str], references: Dumps, dumps: Dumps, step: int) -> di
 def updates(
     initial: Dump, references: Dumps, dumps: Dumps, step: int, norms: dict[str, Norm]
 ) -> Iterator[tuple[str, Found]]:
-    """(run, distances) of every parameter that a step may have changed, and of what the optimizer keeps of it.
+    """Yield (run, distances) for every parameter that a step may have changed: of the parameter, and of what the optimizer keeps of it.
 
-    `initial` holds the weights before step 1. A run without a norm, whose gradients are not all there, has frozen parameters alone.
+    `initial` holds the weights before step 1. Of a run that is not in `norms`, because its gradients are not all there, only frozen
+    parameters are measured.
     """
     items = [
         (run, name)
@@ -56,8 +57,8 @@ def updates(
         number_of_elements(dumps[run].steps[step]["tensors"][f"parameter/{name}"]) for run, name in items
     ]
     work = functools.partial(_update, initial, references, dumps, step, norms)
-    for (run, name), kinds in zip(items, on_all_cores(work, items, sizes), strict=True):
-        yield run, {f"{kind}/{name}": distance for kind, distance in kinds.items()}
+    for (run, name), by_kind in zip(items, on_all_cores(work, items, sizes), strict=True):
+        yield run, {f"{kind}/{name}": distance for kind, distance in by_kind.items()}
     for run, dump in dumps.items():
         for name in dump.layout.model.frozen:
             if dump.has(step, f"parameter/{name}"):
@@ -72,43 +73,47 @@ def _update(
     norms: dict[str, Norm],
     item: tuple[str, str],
 ) -> Found:
+    """Return the distances of one parameter by kind, such as "parameter" or "exp_avg". `item` is (run, parameter)."""
     run, name = item
     dump = dumps[run]
     if dump.has_own_optimizer:
-        found = own_update_distances(dump, references[run], initial, step, name)
+        distances = own_update_distances(dump, references[run], initial, step, name)
     else:
-        found = update_distances(dump, initial, step, norms[run].clip, name)
+        distances = update_distances(dump, initial, step, norms[run].clip, name)
     if "average" in dump.layout.kinds(dump.run["config"]):
-        found["average"] = average_distance(dump, initial, step, name)
-    return found
+        distances["average"] = average_distance(dump, initial, step, name)
+    return distances
 
 
 def has_update(dump: Dump, step: int, name: str) -> bool:
     """Whether a dump has all tensors that the update of a parameter reads and writes."""
     expected = dump.expected(step)
-    kinds = (f"{kind}/{name}" for kind in dump.layout.kinds(dump.run["config"])[1:])
-    before = [each for each in kinds if each in expected]
-    return dump.has(step, f"gradient/{name}", *before) and (step == 1 or dump.has(step - 1, *before))
+    tensor_names = (f"{kind}/{name}" for kind in dump.layout.kinds(dump.run["config"])[1:])
+    updated = [tensor_name for tensor_name in tensor_names if tensor_name in expected]
+    return dump.has(step, f"gradient/{name}", *updated) and (step == 1 or dump.has(step - 1, *updated))
 
 
 def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
-    """Of the clipping factors in use, by the norm that the run recorded or by the exact one, the one that fits its own update of one parameter best."""
+    """Return the clipping factor that fits the run's own update of one parameter best.
+
+    Candidates are the factors that libraries use, by the norm that the run recorded and by the exact norm of its gradients.
+    """
     options = dump.run["config"]
     factors = list(dict.fromkeys([*clip_factors(options, norm.used), *clip_factors(options, norm.held)]))
-    whole = [name for name in dump.layout.model.trained if has_update(dump, norm.step, name)]
-    if len(factors) == 1 or not whole or dump.has_own_optimizer:
+    complete = [name for name in dump.layout.model.trained if has_update(dump, norm.step, name)]
+    if len(factors) == 1 or not complete or dump.has_own_optimizer:
         return factors[0]
 
     def error(factor: float) -> float:
-        return next(iter(update_distances(dump, initial, norm.step, factor, whole[-1]).values())).error
+        return next(iter(update_distances(dump, initial, norm.step, factor, complete[-1]).values())).error
 
     return min(factors, key=error)
 
 
 def verify(items: list[tuple[Dump, int, str]]) -> list[float]:
-    """Verify the checksums of tensors that are not compared: a damaged dump gets no verdict.
+    """Verify the checksums of tensors that are not compared, because a damaged dump gets no verdict.
 
-    Returns the sum of squares of each tensor.
+    `items` are (dump, step, tensor). Returns the sum of squares of each tensor.
     """
     sizes = [number_of_elements(dump.steps[step]["tensors"][name]) for dump, step, name in items]
     return on_all_cores(_verify_one, items, sizes)
@@ -124,10 +129,10 @@ Made = TypeVar("Made")
 
 
 def on_all_cores(work: Callable[[Item], Made], items: list[Item], sizes: list[int]) -> list[Made]:
-    """[work(item)], the largest first so that no core is left with a big one.
+    """Return work(item) for each item, in their order. `sizes` are the items' numbers of elements.
 
-    In processes: threads would wait for each other's turns with the interpreter. Small work is done here and now,
-    before a process would have started.
+    The largest items are begun first, so that no core is left with a large one at the end. Work is done in processes, because threads
+    would wait for each other's turns with the interpreter. Small work is done in this process, before another one would have started.
     """
     if sum(sizes) < SMALL:
         return [work(item) for item in items]

@@ -1,8 +1,8 @@
-"""Check a user's model before it is judged: can its own code compute a reference?
+"""Check a user's model before it is judged: whether its own code can compute a reference.
 
-A copy with at most two layers of each kind and random weights runs on a few tokens in the float64 mode. It must be repeatable, use all of
-its parameters, and have a gradient that agrees with central differences of its loss. Where a part still computes in float32 or bfloat16,
-the differences are noise: at a step of 1e-6, a float32 loss is off by 1e-7 and its difference by a tenth.
+A copy of the model with at most two layers, or one of each kind, and random weights runs on a few tokens in the float64 mode. It must be
+repeatable, use all of its parameters, and have a gradient that agrees with central differences of its loss. Where a part still computes
+in float32 or bfloat16, the differences are noise: at a step of 1e-6, a float32 loss is off by 1e-7 and its difference by a tenth.
 """
 
 import math
@@ -19,16 +19,17 @@ from lockstep.plan.config import Config
 from lockstep.training.optim import named_trained
 from lockstep.verdict.float64 import Float64, make_exact
 
-# Of the differences; where a router jumps within one of them, another serves
+# Step sizes of the central differences. If a router jumps within one step, another step serves.
 STEPS = (1e-5, 1e-6, 1e-7)
-# Relative. In float64 the differences are off by 1e-8 at 1e-6 (truncation falls as the step squared), and by 1e-2 and more in float32.
+# Relative error of the differences that is tolerated. In float64 they are off by 1e-8 at a step of 1e-6 (the truncation error falls as the
+# step squared), and in float32 by 1e-2 and more.
 TOLERANCE = 1e-6
-APART = 1e-12  # relative: what another grouping of tokens, as to experts, changes in float64
-BATCH, LONGEST = 2, 16  # sequences, and tokens in each
+APART = 1e-12  # relative change of logits in float64 by another grouping of tokens, such as to experts
+BATCH, LONGEST = 2, 16  # number of sequences, and of tokens in each, at most
 
 
 def check(config: Config, inputs: Inputs) -> None:
-    """Raise UserError if the model cannot be judged. Does nothing for built-in models, which the tests check."""
+    """Raise UserError if the model cannot be judged. Built-in models are not checked here: tests check them."""
     if architectures.is_built_in(inputs.architecture_source):
         return
     problem = problem_of(inputs.architecture, config.attn_impl, min(config.seq_length, LONGEST))
@@ -39,7 +40,7 @@ def check(config: Config, inputs: Inputs) -> None:
 
 
 def keeps_apart(architecture: dict, attn_impl: str) -> bool:
-    """Whether the second of two documents is computed as if there were no first, by their positions alone."""
+    """Whether positions that begin again are enough for the second of two documents to be computed as if there were no first."""
     ids = torch.arange(8)[None] % architecture["vocab_size"]
     positions = torch.arange(4).repeat(2)[None]
     with torch.random.fork_rng(devices=[]), quiet(), torch.no_grad(), Float64():
@@ -47,20 +48,20 @@ def keeps_apart(architecture: dict, attn_impl: str) -> bool:
         model = from_config(shallow(architecture), attn_impl=attn_impl)
         make_exact(model, ())
         both = (ids, torch.where(torch.arange(8) < 4, ids.flip(1), ids))
-        one, two = (model(each, position_ids=positions, use_cache=False).logits[:, 4:] for each in both)
-    return float((one - two).abs().max()) <= APART * float(one.abs().max())
+        first, other = (model(x, position_ids=positions, use_cache=False).logits[:, 4:] for x in both)
+    return float((first - other).abs().max()) <= APART * float(first.abs().max())
 
 
 def problem_of(architecture: dict, attn_impl: str, seq_length: int) -> str:
-    """Why no reference of the model can be computed, in a sentence; "" if it can."""
-    small = shallow(architecture)
+    """Return why no reference of the model can be computed, as a sentence; "" if it can."""
+    shallow_architecture = shallow(architecture)
     generator = torch.Generator().manual_seed(0)
     try:
         ids = torch.randint(0, architecture["vocab_size"], (BATCH, seq_length + 1), generator=generator)
-        tables = layout_of(small, attn_impl).tables
+        tables = layout_of(shallow_architecture, attn_impl).tables
         with torch.random.fork_rng(devices=[]), quiet():
             torch.manual_seed(0)
-            model = from_config(small, attn_impl=attn_impl)
+            model = from_config(shallow_architecture, attn_impl=attn_impl)
             _fill(model, generator)
             make_exact(model, tables)
             return _problem(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), generator)
@@ -73,6 +74,8 @@ def problem_of(architecture: dict, attn_impl: str, seq_length: int) -> str:
 def _problem(
     model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
 ) -> str:
+    """Return why the gradients of a model in float64 cannot be a reference, as a sentence; "" if they can."""
+
     def loss() -> torch.Tensor:
         with Float64():
             return causal_lm_loss(model, input_ids, labels)
@@ -90,26 +93,26 @@ def _problem(
     if unused:
         return f"its loss does not depend on {unused}, which no strategy could then train; leave the parameter out"
     gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    # along the gradient and across it: an error of either part shows
+    # The direction of the differences is along the gradient and across it, so that an error of either part shows.
     direction = [
-        part + other
-        for part, other in zip(
+        along + across
+        for along, across in zip(
             _unit(gradients),
-            _unit([torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in gradients]),
+            _unit([torch.randn(dw.shape, generator=generator, dtype=torch.float64) for dw in gradients]),
             strict=True,
         )
     ]
-    along = sum(float((a * b).sum()) for a, b in zip(gradients, direction, strict=True))
+    slope = sum(float((dw * part).sum()) for dw, part in zip(gradients, direction, strict=True))
     errors = []
     for step in STEPS:
-        ends = []
-        for sign in (step, -2 * step):
+        losses = []
+        for shift in (step, -2 * step):
             with torch.no_grad():
-                torch._foreach_add_([*parameters.values()], direction, alpha=sign)
-                ends.append(float(loss()))
+                torch._foreach_add_([*parameters.values()], direction, alpha=shift)
+                losses.append(float(loss()))
         with torch.no_grad():
             torch._foreach_add_([*parameters.values()], direction, alpha=step)
-        errors.append(abs((ends[0] - ends[1]) / (2 * step) - along) / abs(along))
+        errors.append(abs((losses[0] - losses[1]) / (2 * step) - slope) / abs(slope))
     if min(errors) <= TOLERANCE:
         return ""
     return (
@@ -119,12 +122,13 @@ def _problem(
 
 
 def _unit(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    norm = math.sqrt(sum(float(each.square().sum()) for each in tensors))
-    return [each / norm for each in tensors]
+    """Return the tensors divided by their norm, that of all together."""
+    norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+    return [tensor / norm for tensor in tensors]
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Random weights that give outputs of about 1 everywhere, so that every part of the model matters."""
+    """Draw weights that give outputs of about 1 everywhere, so that every part of the model matters."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -136,11 +140,11 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def shallow(architecture: dict) -> dict:
-    """The model with at most two layers, or one of each kind that it lists."""
+    """Return the architecture with at most two layers, or with one layer of each kind that it lists if there are several kinds."""
     depth = architecture.get("num_hidden_layers")
     if not isinstance(depth, int) or depth <= 2:
         return architecture
     lists = architectures.of_layers(architecture)
-    kinds = [tuple(map(str, of_layer)) for of_layer in zip(*lists.values(), strict=True)]
+    kinds = [tuple(map(str, entries)) for entries in zip(*lists.values(), strict=True)]
     chosen = sorted({kinds.index(kind) for kind in kinds})
     return architectures.with_layers(architecture, chosen if len(chosen) > 1 else [0, 1])

@@ -1,11 +1,12 @@
-"""What a recorded gradient is made of: how much of each micro batch's own, and what this weighting is called.
+"""What a recorded gradient is made of: the weight of each micro batch's gradient in it, and what this weighting is called.
 
 Let g_i be the gradient of the loss of micro batch i in float64. Every correct run's gradient is a weighted sum of them,
 
     gradient = sum_i w_i g_i + rest
 
 whatever the loss is divided by. So the weights are measured, never assumed. They make the sum of the tensors' distances small, not that of
-their squares, so fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right; the weights say what the loss is a mean over.
+their squares. So fewer than half of the tensors may be wrong: these are then left out. The rest says whether the arithmetic is right;
+the weights say what the loss is a mean over.
 """
 
 import functools
@@ -21,20 +22,21 @@ import torch
 from lockstep.verdict.distance import BLOCK, Size, size_of
 from lockstep.verdict.lazy import Lazy
 
-ROUNDS = 20
-OUTLIER = 10  # times the median rest
+ROUNDS = 20  # of iteratively reweighted least squares
+OUTLIER = 10  # a tensor whose rest is more than so many times the median rest is left out
 WRITTEN = 10  # whole numbers below this are written into losses
 Gradients = Mapping[str, torch.Tensor]  # by parameter
 Factors = Mapping[str, float]  # such as of clipping, by parameter; 1 where there is none
-# Of the columns with each other, and with what was observed
+# Tensor -> the inner products of the columns with each other, and those of the columns with what was observed
 Products = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
 class Fit:
-    """`weights[i]` belongs to micro batch i; `rest` is the relative 2-norm of what they leave of each tensor.
+    """The weights of columns in observed gradients.
 
-    `largest_term` is the size of the largest tensor of a sum, relative to the sum, in a typical gradient. `squares` are the products of the
+    `weights[i]` is that of column i. `rest` is the relative 2-norm of what the weighted sum leaves of each tensor. `largest_term` is the
+    norm of the largest term of the sum, relative to the observed tensor's, in a typical tensor. `squares` are the inner products of the
     columns with each other, by tensor.
     """
 
@@ -55,33 +57,35 @@ def fit(
     like: Fit | None = None,
     losses: int | None = None,
 ) -> Fit:
-    """The weights with which the columns, times each tensor's factor, make the observed gradients; each tensor counts alike.
+    """Return the weights with which the columns, times each tensor's factor, make the observed gradients. Each tensor counts alike.
 
-    Tensors that are zero are left out. `like` is a fit of the same columns to other gradients. The first `losses` columns, None for all, are of
-    losses: one that gives no tensor a gradient, such as of a discriminator where the generator is trained, has the mean of their weights.
+    Tensors that are zero are left out. `like` is a fit of the same columns to other gradients: its `squares` are used and added to. The
+    first `losses` columns are of losses; None: all are. A loss that gives no tensor a gradient, such as a discriminator's where the
+    generator is trained, has the mean of the other losses' weights.
     """
     products: Products = {}
     squares = {} if like is None else like.squares
     for name in observed:
-        size = _norm(_pieces(observed, name))
-        if size > 0:
+        norm = _norm(_pieces(observed, name))
+        if norm > 0:
             squares[name], right = _products(observed, columns, factors, name, squares.get(name))
-            products[name] = (squares[name] / size**2, right / size**2)
+            products[name] = (squares[name] / norm**2, right / norm**2)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
-    counts = dict.fromkeys(products, 1.0)
-    for _ in range(ROUNDS):  # least squares, each time with the tensors weighed by their distances
-        weights = _solved(products, counts)
-        near = {name: _near(*products[name], weights) for name in products}
-        typical = statistics.median(near.values())
-        counts = {name: 1 / max(distance, typical) for name, distance in near.items()}
-    weights = _solved(products, {name: 1.0 for name in products if near[name] <= OUTLIER * typical})
+    tensor_weights = dict.fromkeys(products, 1.0)
+    # Least squares, each time with tensors weighted by the inverse of their distance in the round before
+    for _ in range(ROUNDS):
+        weights = _solved(products, tensor_weights)
+        distances = {name: _distance(*products[name], weights) for name in products}
+        typical = statistics.median(distances.values())
+        tensor_weights = {name: 1 / max(distance, typical) for name, distance in distances.items()}
+    weights = _solved(products, {name: 1.0 for name in products if distances[name] <= OUTLIER * typical})
     sizes = torch.stack([square.diagonal() for square, _ in products.values()]).sum(0)[:losses]
     if bool(sizes.any()):
         weights[:losses][sizes == 0] = weights[:losses][sizes != 0].mean()
-    terms = ((square.diagonal().sqrt() * weights).abs().max() for square, _ in products.values())
+    largest_terms = ((square.diagonal().sqrt() * weights).abs().max() for square, _ in products.values())
     rest = Sum(observed, columns, weights, factors).rest()
-    return Fit(weights, rest, statistics.median(map(float, terms)), squares)
+    return Fit(weights, rest, statistics.median(map(float, largest_terms)), squares)
 
 
 def _products(
@@ -89,35 +93,40 @@ def _products(
     columns: list[Gradients],
     factors: Factors | None,
     name: str,
-    square: torch.Tensor | None,
+    known: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`square` are the products of the columns with each other, if they are known."""
-    own = torch.zeros(len(columns), len(columns), dtype=torch.float64)
+    """Return the inner products of the columns of one tensor with each other, and with the observed tensor.
+
+    `known` are the former, if they are known already.
+    """
+    between = torch.zeros(len(columns), len(columns), dtype=torch.float64)
     with_observed = torch.zeros(len(columns), dtype=torch.float64)
-    each = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
-    for piece, *of_columns in zip(*(_pieces(one, name) for one in (observed, *each)), strict=True):
-        for row, column in enumerate(of_columns):
-            with_observed[row] += np.dot(column, piece)
-            for other in range(row + 1) if square is None else ():
-                own[row, other] += np.dot(column, of_columns[other])
-    return own + own.tril(-1).T if square is None else square, with_observed
+    sums = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
+    for piece, *column_pieces in zip(*(_pieces(like, name) for like in (observed, *sums)), strict=True):
+        for i, column_piece in enumerate(column_pieces):
+            with_observed[i] += np.dot(column_piece, piece)
+            for j in range(i + 1) if known is None else ():
+                between[i, j] += np.dot(column_piece, column_pieces[j])
+    return between + between.tril(-1).T if known is None else known, with_observed
 
 
-def _solved(products: Products, counts: dict[str, float]) -> torch.Tensor:
-    weighed = ([count * one for one in products[name]] for name, count in sorted(counts.items()))
-    square, right = (torch.stack(each).sum(0) for each in zip(*weighed, strict=True))
+def _solved(products: Products, tensor_weights: dict[str, float]) -> torch.Tensor:
+    """Return the columns' weights by least squares, in which each tensor has a weight of its own."""
+    weighted = ([weight * part for part in products[name]] for name, weight in sorted(tensor_weights.items()))
+    square, right = (torch.stack(parts).sum(0) for parts in zip(*weighted, strict=True))
     return torch.linalg.lstsq(square, right[:, None], driver="gelsd").solution[:, 0]
 
 
-def _near(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> float:
-    """A tensor's rest, from the products alone: to half of the digits."""
+def _distance(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) -> float:
+    """Return a tensor's rest, from the inner products alone. It is known to half of the digits only."""
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
 class Sum(Mapping[str, torch.Tensor]):
-    """A weighted sum of gradients, in float64, of the names that `like` has; what a column does not have is zero there.
+    """A weighted sum of gradients in float64, by name. A column counts as zero where it does not have a tensor.
 
-    `factors` are what further tensors are multiplied with. Nothing of the sum is kept: a tensor is computed when it is asked for.
+    `like` has the names and shapes. `factors` are what tensors are multiplied with besides. Nothing of the sum is kept: a tensor is
+    computed when it is asked for.
     """
 
     def __init__(
@@ -131,7 +140,7 @@ class Sum(Mapping[str, torch.Tensor]):
         self.factors = factors or {}
 
     def of(self, name: str) -> list[tuple[float, Gradients]]:
-        """The weights and columns that have this tensor."""
+        """Return (weight, column) of each column that has this tensor. The tensor's factor is in the weight."""
         factor = self.factors.get(name, 1.0)
         return [
             (weight * factor, column)
@@ -147,20 +156,20 @@ class Sum(Mapping[str, torch.Tensor]):
         return torch.zeros(self.like[name].shape, dtype=torch.float64) if total is None else total
 
     def largest_term(self, name: str) -> Size:
-        """The size of the largest tensor that is summed. Where tensors all but cancel, rounding errors are of this size."""
+        """Return the size of the largest term of the sum. Where terms all but cancel, rounding errors are of this size."""
         largest = Size(0.0, 0.0)
         for weight, column in self.of(name):
             largest = largest.or_more(size_of(column[name]).times(abs(weight)))
         return largest
 
     def rest(self) -> dict[str, float]:
-        """The relative 2-norm of what the sum leaves of each tensor that it is like; 0 of one that is zero."""
-        found = {}
+        """Return the relative 2-norm of what the sum leaves of each tensor of `like`; 0 for a tensor that is zero."""
+        rest = {}
         for name in self.like:
-            size = _norm(_pieces(self.like, name))
-            both = zip(_pieces(self.like, name), _pieces(self, name), strict=True)
-            found[name] = _norm(piece - own for piece, own in both) / size if size > 0 else 0.0
-        return found
+            norm = _norm(_pieces(self.like, name))
+            pairs = zip(_pieces(self.like, name), _pieces(self, name), strict=True)
+            rest[name] = _norm(piece - summed for piece, summed in pairs) / norm if norm > 0 else 0.0
+        return rest
 
     def __contains__(self, name: object) -> bool:
         return name in self.like  # Mapping's own would compute the tensor
@@ -173,10 +182,11 @@ class Sum(Mapping[str, torch.Tensor]):
 
 
 def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
-    """The sum in the dtype of each tensor, as a run adds up the gradients of its micro batches: it rounds every time."""
+    """Return the sum as a run adds up the gradients of its micro batches: in the dtype of each tensor, rounded each time."""
 
     def make(name: str) -> torch.Tensor:
-        # Half of the sums of two numbers of 16 bits lie between two such: what is added is rounded, too, so that as many go up as down
+        # Half of the sums of two numbers of 16 bits lie between two such numbers. So the terms are rounded, too, and as many sums are
+        # rounded up as down.
         rounded = [(column[name].double() * weight).to(dtypes[name]) for weight, column in terms.of(name)]
         return functools.reduce(torch.add, rounded).double() if rounded else terms[name]
 
@@ -184,27 +194,28 @@ def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
 
 
 def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
-    """A tensor in flat pieces in float64, so that memory has none of the size of a tensor for each column."""
-    found = gradients.of(name) if isinstance(gradients, Sum) else []
-    if not found:
+    """Yield a tensor in flat pieces in float64, so that memory holds no whole tensor for each column."""
+    terms = gradients.of(name) if isinstance(gradients, Sum) else []
+    if not terms:
         for piece in gradients[name].flatten().split(BLOCK):
             yield piece.double()
         return
-    weights = [weight for weight, _ in found]
-    for pieces in zip(*(_pieces(column, name) for _, column in found), strict=True):
-        terms = (
+    weights = [weight for weight, _ in terms]
+    for pieces in zip(*(_pieces(column, name) for _, column in terms), strict=True):
+        weighted = (
             piece if weight == 1 else piece * weight for weight, piece in zip(weights, pieces, strict=True)
         )
-        yield functools.reduce(torch.add, terms)
+        yield functools.reduce(torch.add, weighted)
 
 
 def _norm(pieces: Iterable[torch.Tensor]) -> float:
+    """Return the 2-norm of a tensor that comes in pieces."""
     return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
 
 
 @dataclass
 class Weighting:
-    """A known weighting: what the loss is a mean over."""
+    """A known weighting of micro batches: what the loss is a mean over."""
 
     name: str
     label: str
@@ -220,29 +231,31 @@ LABELS = {
 
 
 def known(tokens: list[int], shares: list[int], numbers: list[int] | None = None) -> list[Weighting]:
-    """The weightings that libraries have; equal ones once. `shares[i]` is the share of the samples (data-parallel rank) of micro batch i.
+    """Return the weightings that libraries have. Of equal ones, only the first is returned.
 
-    Where these are pieces of micro batches, `numbers[i]` is the number that the pieces of one have in a share; the mean of their means is the last.
+    `tokens[i]` is the number of tokens of micro batch i, and `shares[i]` is the share of the samples (data-parallel rank) that it is of.
+    Where samples are cut, i counts the pieces: `numbers[i]` is then the number that the whole of piece i has in its share. The mean of the
+    pieces' means is the last weighting.
     """
     n = torch.tensor(tokens, dtype=torch.float64)
     wholes = list(zip(shares, range(len(n)) if numbers is None else numbers, strict=True))
-    of_share, of_whole = (
+    n_of_share, n_of_whole = (
         torch.tensor(
-            [float(n[[other == own for other in groups]].sum()) for own in groups], dtype=torch.float64
+            [float(n[[other == group for other in groups]].sum()) for group in groups], dtype=torch.float64
         )
         for groups in (shares, wholes)
     )
-    weights = {
+    weights_by_name = {
         TOKEN_MEAN: torch.ones_like(n) / n.sum(),
-        RANK_MEAN: 1 / of_share / len(set(shares)),
-        MICRO_MEAN: 1 / of_whole / len(set(wholes)),
+        RANK_MEAN: 1 / n_of_share / len(set(shares)),
+        MICRO_MEAN: 1 / n_of_whole / len(set(wholes)),
         PIECE_MEAN: 1 / n / len(n),
     }
-    found: list[Weighting] = []
-    for name, own in weights.items():
-        if not any(torch.allclose(own, other.weights, rtol=1e-12, atol=0) for other in found):
-            found.append(Weighting(name, LABELS.get(name, "the mean of the pieces' means"), own))
-    return found
+    distinct: list[Weighting] = []
+    for name, weights in weights_by_name.items():
+        if not any(torch.allclose(weights, other.weights, rtol=1e-12, atol=0) for other in distinct):
+            distinct.append(Weighting(name, LABELS.get(name, "the mean of the pieces' means"), weights))
+    return distinct
 
 
 @dataclass
@@ -255,48 +268,52 @@ class Named:
 
 
 def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting]) -> Named:
-    """`weights` are those of the sums over tokens. The factor is that of all tokens together."""
+    """Return the candidate that is nearest to measured weights, up to a factor, which is that of all tokens together.
+
+    `weights[i]` is that of the sum over the tokens of micro batch i.
+    """
     n = torch.tensor(tokens, dtype=torch.float64)
-    found = []
+    named_weightings = []
     for candidate in candidates:
         factor = float((weights * n).sum() / (candidate.weights * n).sum())
         distance = (weights * n - factor * candidate.weights * n).norm() / (weights * n).norm()
-        found.append(Named(candidate, factor, float(distance)))
-    return min(found, key=lambda named: named.off)
+        named_weightings.append(Named(candidate, factor, float(distance)))
+    return min(named_weightings, key=lambda named: named.off)
 
 
 def may_be_written(factor: float, tolerance: float) -> bool:
-    """Whether a loop may well have this number, or its inverse, in its loss as it stands."""
-    times = factor if factor > 1 else 1 / (factor or 1.0)
-    return round(times) < WRITTEN and math.isclose(times, round(times), rel_tol=tolerance)
+    """Whether a loss may well be written with this number, or its inverse: a small whole number."""
+    multiple = factor if factor > 1 else 1 / (factor or 1.0)
+    return round(multiple) < WRITTEN and math.isclose(multiple, round(multiple), rel_tol=tolerance)
 
 
 def explanations(factor: float, numbers: dict[str, float], tolerance: float) -> list[str]:
-    """What the factor may be: one of the numbers that are known of the run, its inverse, or a product or quotient of two.
+    """Return what a factor may be, in words: a number that is known of the run, its inverse, or a product or quotient of two such numbers.
 
-    Some two make a small whole number, or its inverse, by accident.
+    `numbers` are those numbers by name; `tolerance` is relative. Products and quotients are not tried for a small whole number or its
+    inverse, which some two numbers make by accident. Return [] if nothing matches.
     """
-    equal: dict[float, list[str]] = {}
+    names_by_value: dict[float, list[str]] = {}
     for name, value in numbers.items():
         if value > 1:
-            equal.setdefault(value, []).append(name)
-    terms = {" or ".join(names): value for value, names in equal.items()}
+            names_by_value.setdefault(value, []).append(name)
+    terms = {" or ".join(names): value for value, names in names_by_value.items()}
     simple = terms | {
-        " or ".join(f"1 / {name}" for name in names): 1 / value for value, names in equal.items()
+        " or ".join(f"1 / {name}" for name in names): 1 / value for value, names in names_by_value.items()
     }
-    grouped = {f"({name})" if " or " in name else name: value for name, value in terms.items()}
+    in_brackets = {f"({name})" if " or " in name else name: value for name, value in terms.items()}
     pairs: dict[str, float] = {}
-    for (one, a), (other, b) in itertools.combinations(grouped.items(), 2):
+    for (a_name, a), (b_name, b) in itertools.combinations(in_brackets.items(), 2):
         pairs |= {
-            f"{one} x {other}": a * b,
-            f"1 / ({one} x {other})": 1 / (a * b),
-            f"{one} / {other}": a / b,
-            f"{other} / {one}": b / a,
+            f"{a_name} x {b_name}": a * b,
+            f"1 / ({a_name} x {b_name})": 1 / (a * b),
+            f"{a_name} / {b_name}": a / b,
+            f"{b_name} / {a_name}": b / a,
         }
-    for value, names in equal.items():
+    for value, names in names_by_value.items():
         if len(names) > 1:
-            both = f"{names[0]} x {names[-1]}"
-            pairs |= {both: value**2, f"1 / ({both})": 1 / value**2}
+            product = f"{names[0]} x {names[-1]}"
+            pairs |= {product: value**2, f"1 / ({product})": 1 / value**2}
     for group in (simple, {} if may_be_written(factor, tolerance) else pairs):
         matching = [name for name, value in group.items() if math.isclose(factor, value, rel_tol=tolerance)]
         if matching:

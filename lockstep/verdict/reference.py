@@ -5,13 +5,13 @@
     runs/dumps/reference      the first --capture_steps steps, and as step 0 the initial parameters
     runs/dumps/replay_NAME    for every dump NAME there with more than one step: its later steps, each from the
                               parameters that the run itself had reached
-    runs/dumps/alone_NAME.json  what is wrong with its modules by themselves (lockstep/verdict/forced.py)
+    runs/dumps/alone_NAME.json  what is wrong with the modules of dump NAME by themselves (lockstep/verdict/forced.py)
 
 Replays are needed because Adam divides noise by noise where a gradient is nearly zero. Two correct runs differ visibly in a few weights
 after one step, by chance. From the same weights they must agree. A replay also takes the discrete choices that the run made, such as a
-router's of experts. Where those of step 1 are not the reference's own, the replay begins with step 1.
+router's of experts. Where the run's choices in step 1 are not the reference's, the replay begins with step 1.
 
-Float64 throughout (lockstep/verdict/float64.py).
+All of this is computed in float64 (lockstep/verdict/float64.py).
 """
 
 import collections
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 def build_reference(
     inputs: Inputs, *, seed: int, attn_impl: str, init_weights_path: Path | None
 ) -> "PreTrainedModel":
-    """The model in float64, to be run in `Float64`."""
+    """Build the model in float64. It must be run in `Float64`."""
     model, _ = build_model(
         inputs.architecture, seed=seed, attn_impl=attn_impl, init_weights_path=init_weights_path
     )
@@ -74,10 +74,10 @@ def build_reference(
 
 
 class ReferenceStrategy:
-    """What `capture` needs of a strategy: a model, and what it holds of each parameter."""
+    """A strategy of one process in float64, with what `Capture` needs: a model, and what is held of each parameter."""
 
     optimizer: AnyOptimizer
-    loss_shares = 1  # it computes the global batch
+    loss_shares = 1  # this process computes the global batch
 
     def __init__(self, model: "PreTrainedModel", config: Config, choices: dict[str, Choice]):
         self.model, self.config, self.choices = model, config, choices
@@ -85,7 +85,7 @@ class ReferenceStrategy:
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
 
     def renew_optimizer(self) -> None:
-        """An optimizer that has not stepped yet."""
+        """Build an optimizer that has not stepped yet."""
         config = self.config
         groups = parameter_groups(trained(self.model), config.weight_decay)
         if config.optimizer == "adamw":  # not fused
@@ -99,9 +99,9 @@ class ReferenceStrategy:
         )
 
     def step_as(self, theirs: dump.Dump, index: int) -> bool:
-        """Step the optimizer from a run's own gradients and state; returns whether it computes in lower precision itself.
+        """Step the optimizer from a run's own gradients and state. Return whether the optimizer lowers the precision itself.
 
-        Numbers that the optimizer counts, such as steps, are its own.
+        `theirs` is the run's dump, `index` the number of the step less one. Numbers that the optimizer counts, such as steps, are its own.
         """
         clip = clip_factor(theirs.run["config"], theirs.steps[index + 1]["grad_norm"])
         for name, parameter in named_trained(self.model):
@@ -119,13 +119,14 @@ class ReferenceStrategy:
     def forward_backward(
         self, micro_batches: list[MicroBatch], chosen: dict[str, torch.Tensor] | None = None
     ) -> list[float]:
-        """Gradient of the mean loss over the micro batches of all DP ranks, rank by rank; returns the mean loss of every rank's.
+        """Compute the gradient of the mean loss over the micro batches of all DP ranks. Return each rank's mean loss.
 
-        `chosen` are discrete choices to take, by name: indices of the whole batch. `regrets` then has the largest regret of each.
+        The micro batches of a rank follow each other. `chosen` are discrete choices to take, by name: indices of the whole batch. `regrets`
+        then has the largest regret of each choice.
         """
         self.optimizer.zero_grad()
         regrets: dict[str, list[float]] = collections.defaultdict(lambda: [0.0])
-        names = {choice.call: name for name, choice in self.choices.items()}
+        name_by_call = {choice.call: name for name, choice in self.choices.items()}
         widths = {choice.call: choice.width for choice in self.choices.values()}
         losses, first = [], 0
         counted = self.config.samples.counted
@@ -133,18 +134,17 @@ class ReferenceStrategy:
         for input_ids, labels, *further in micro_batches:
             rows = slice(first, first + len(input_ids))
             first = rows.stop
-            numbers = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
-            with Float64(numbers, widths) as mode:
-                given = self.config.samples.named(further)
-                loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number, **given)
+            choices = {self.choices[name].call: indices[rows] for name, indices in (chosen or {}).items()}
+            with Float64(choices, widths) as mode:
+                inputs = self.config.samples.named(further)
+                loss = causal_lm_loss(self.model, input_ids, labels, num_labels=number, **inputs)
                 loss = loss * len(micro_batches) if counted else loss
                 (loss / len(micro_batches)).backward()
-            for name, one in mode.taken(names).items():
-                regrets[name].append(one.regret)
+            for name, taken in mode.taken(name_by_call).items():
+                regrets[name].append(taken.regret)
             losses.append(loss.detach())
-        self.regrets = {
-            name: float(torch.tensor(each).max()) for name, each in regrets.items()
-        }  # NaN, if one is
+        # The maximum of a tensor is NaN if one element is.
+        self.regrets = {name: float(torch.tensor(values).max()) for name, values in regrets.items()}
         return torch.stack(losses).view(self.config.dp_size, -1).mean(dim=-1).tolist()
 
     def called(self) -> CalledModules:
@@ -169,9 +169,9 @@ class ReferenceStrategy:
 
 
 def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> str:
-    """Write the reference's dump and the replays: of the baseline's dump and of `dumps`, or of all that lie beside the reference's.
+    """Write the reference's dump, the replays of runs, and what is wrong with the runs' modules by themselves. Return a line about it.
 
-    Needs a process group of one rank.
+    Replayed are the baseline's dump and `dumps`; None: all dumps beside the reference's. Needs a process group of one rank.
     """
     model = build_reference(
         inputs,
@@ -180,7 +180,7 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         init_weights_path=inputs.start.file(),
     )
     with torch.no_grad():
-        # Those of a run in bfloat16 are rounded before its first step
+        # The parameters of a run in bfloat16 are rounded before its first step.
         for parameter in model.parameters():
             parameter.copy_(parameter.to(config.parameter_dtype))
     strategy = ReferenceStrategy(model, config, layout_of(inputs.architecture, config.attn_impl).choices)
@@ -192,49 +192,50 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
     capture.only_parameters(strategy)
     for index in range(config.capture_steps):
         loss = _one_step(config, inputs, strategy, capture, index)
-    beside = capture.folder.parent
+    parent = capture.folder.parent
     reference = dump.Dump(capture.folder)
-    runs = captured(beside) if dumps is None else dict.fromkeys([beside / BASELINE, *dumps])
-    opened = [dump.Dump(folder) for folder in runs if (folder / dump.MANIFEST).is_file()]
-    for theirs in opened:
-        require_comparable_dumps(theirs, reference, same_steps=False)
-        replay(config, inputs, strategy, theirs, reference)
-    if opened and config.precision in JUDGED:
-        plain = forced.plain_model(opened[0])
-        for theirs in opened:
-            alone.write(forced.judge(theirs, reference, model, plain), theirs.folder)
+    folders = captured(parent) if dumps is None else dict.fromkeys([parent / BASELINE, *dumps])
+    run_dumps = [dump.Dump(folder) for folder in folders if (folder / dump.MANIFEST).is_file()]
+    for run_dump in run_dumps:
+        require_comparable_dumps(run_dump, reference, same_steps=False)
+        replay(config, inputs, strategy, run_dump, reference)
+    if run_dumps and config.precision in JUDGED:
+        plain = forced.plain_model(run_dumps[0])
+        for run_dump in run_dumps:
+            alone.write(forced.judge(run_dump, reference, model, plain), run_dump.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 
 def captured(folder: Path) -> list[Path]:
-    """The dumps of runs in a folder, without reference and replays."""
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    """Return the dumps of runs in a folder, without reference and replays, by name."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
-        each
-        for each in inside
-        if (each / dump.MANIFEST).is_file()
-        and each.name != "reference"
-        and not each.name.startswith("replay_")
+        path
+        for path in paths
+        if (path / dump.MANIFEST).is_file()
+        and path.name != "reference"
+        and not path.name.startswith("replay_")
     ]
 
 
 def replay(
     config: Config, inputs: Inputs, strategy: "ReferenceStrategy", theirs: dump.Dump, reference: dump.Dump
 ) -> None:
-    """Write the replay of a dumped run, beside it, as replay_NAME. `config` is the reference's.
+    """Write the replay of a run's dump `theirs` as replay_NAME beside it. `config` is the reference's.
 
-    It has forward, backward and gradients of steps 2 and later, each from the run's own parameters, on its micro batches and with its
-    choices; also of step 1 if these are not the reference's.
+    The replay has forward, backward and gradients of steps 2 and later, each from the run's own parameters, on its micro batches and with
+    its choices. It has step 1, too, if the run's micro batches or choices there are not the reference's, and for an optimizer of the
+    user's own.
     """
-    folder, own = theirs.folder, theirs.run["config"]
-    # a mixture's term for the balance of its experts is a mean over micro batches, not over tokens
-    other_batches = bool(strategy.choices) and own["batch_size"] != config.batch_size
-    first = 0 if config.has_own_optimizer or other_batches or _chose_otherwise(theirs, reference) else 1
+    folder, options = theirs.folder, theirs.run["config"]
+    # A mixture's term for the balance of its experts is a mean over micro batches, not over tokens.
+    has_other_batches = bool(strategy.choices) and options["batch_size"] != config.batch_size
+    first = 0 if config.has_own_optimizer or has_other_batches or _chose_otherwise(theirs, reference) else 1
     if len(theirs.steps) <= first:
         files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
         return
-    sizes = {key: own[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
-    config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=own["dp_size"], **sizes)
+    sizes = {key: options[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
+    config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=options["dp_size"], **sizes)
     strategy.config = config
     capture = _capture(config, inputs, f"replay_{folder.name}", reference.manifest["initial_sha256"])
     capture.kinds = tuple(kind for kind in capture.kinds if kind != "average")
@@ -255,16 +256,18 @@ def replay(
 
 
 def _chose_otherwise(theirs: dump.Dump, reference: dump.Dump) -> bool:
-    """Whether a run made other choices in step 1 than the reference, or in another order."""
+    """Whether the run of the dump `theirs` made other choices in step 1 than the reference, or in another order."""
     return any(
-        theirs.has(1, place)
-        and not torch.equal(*(choice.of(one.tensor(1, place)) for one in (theirs, reference)))
-        for place, choice in ((f"forward/{name}", one) for name, one in reference.layout.choices.items())
+        theirs.has(1, tensor_name)
+        and not torch.equal(*(choice.of(source.tensor(1, tensor_name)) for source in (theirs, reference)))
+        for tensor_name, choice in (
+            (f"forward/{name}", choice) for name, choice in reference.layout.choices.items()
+        )
     )
 
 
 def _capture(config: Config, inputs: Inputs, name: str, initial_sha256: str) -> Capture:
-    """Of one process, which computes the global batch."""
+    """Return the capture of one process that computes the global batch."""
     assert config.capture_dir is not None, "`main` asks for it"
     about = {**provenance(config, inputs), "label": LABEL, "exact": True}
     capture = Capture(about, Mesh(), config.capture_dir / name, [(0, config.seq_length)])
@@ -283,15 +286,16 @@ def _one_step(
     chosen: dict[str, torch.Tensor] | None = None,
     again: Callable[[], bool] | None = None,
 ) -> float:
-    """One captured step on the micro batches of all DP ranks; returns the mean loss.
+    """Compute and capture one step on the micro batches of all DP ranks. Return the mean loss.
 
-    `started_from` identifies the parameters of a replay, which takes the choices `chosen` and makes no update, but for an optimizer of
-    the user's own: `again` makes it as the run did, and returns whether it lowers the precision.
+    `started_from` identifies the parameters that a step of a replay starts from; "" for the reference. A replay takes the choices `chosen`
+    and makes no update, except with an optimizer of the user's own. `again` then makes the update as the run did, and returns whether the
+    optimizer lowers the precision.
     """
     rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
     set_rate(strategy.optimizer, rate, config.learning_rate)
     by_rank = [inputs.batches.micro_batches(index, rank, "cpu") for rank in range(inputs.batches.dp_size)]
-    parts = zip(*(micro for of_rank in by_rank for micro in of_rank), strict=True)
+    parts = zip(*(micro_batch for of_rank in by_rank for micro_batch in of_rank), strict=True)
     whole = map(torch.cat, parts)
     micro_batches = list(zip(*(tensor.split(config.batch_size) for tensor in whole), strict=True))
     capture.begin(strategy, index + 1, micro_batches)

@@ -1,4 +1,4 @@
-"""The tables of the report of a tensor-level comparison: what was compared, and how far apart everything is."""
+"""The tables of the report on a comparison of tensors: what was compared, and how far apart everything is."""
 
 from collections.abc import Callable
 
@@ -23,18 +23,18 @@ OPTIONS = (
 
 
 def about(result: Result) -> dict[str, str]:
-    """Model, options, meshes, versions, commits, machines and dates of the comparison."""
+    """Return model, options, meshes, versions, commits, machines and dates of the comparison, by name."""
     run = next(iter(result.runs.values())).dump.run
     config = run["config"]
 
-    def alike(of: Callable[[Dump], str]) -> str:
-        """The value if all have the same, else each with its run's label."""
-        found = {result.label(name): of(each.dump) for name, each in result.runs.items()}
-        values = set(found.values())
+    def alike(value_of: Callable[[Dump], str]) -> str:
+        """Return the value if all runs have the same, else each run's with its label."""
+        by_label = {result.label(name): value_of(findings.dump) for name, findings in result.runs.items()}
+        values = set(by_label.values())
         return (
             values.pop()
             if len(values) == 1
-            else ", ".join(f"{label}: {value}" for label, value in found.items())
+            else ", ".join(f"{label}: {value}" for label, value in by_label.items())
         )
 
     return {
@@ -57,7 +57,7 @@ def about(result: Result) -> dict[str, str]:
 
 
 def wrong_tensors(result: Result) -> list[Line]:
-    """All tensors that are too far, in order of execution, with what is tolerated of each."""
+    """Return a table of all tensors that are too far, in order of execution, with what is tolerated of each."""
     table: list[Line] = [("run", "step", "tensor", "error")]
     for name, run in result.runs.items():
         rows = sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name]))
@@ -66,89 +66,101 @@ def wrong_tensors(result: Result) -> list[Line]:
 
 
 def losses(result: Result) -> list[Line]:
+    """Return a table of the loss of each DP rank in each step: of each run, with its relative difference from the baseline's."""
     labels = map(result.label, result.runs)
     reference = ["reference"] if result.has_reference else []
     table: list[Line] = [("step", "DP rank", *reference, *labels, "tolerated")]
     for loss in result.losses:
         base = loss.by_strategy[result.baseline]
         exact = [f"{loss.reference:.9f}"] if result.has_reference else []
-        own = [
+        cells = [
             f"{loss.by_strategy[name]:.9f} ({relative(abs(loss.by_strategy[name] - base), abs(base)):.1e})"
             for name in result.runs
         ]
         table.append(
-            (str(loss.step), str(loss.dp_rank), *exact, *own, f"{relative(loss.tolerated, abs(base)):.1e}")
+            (str(loss.step), str(loss.dp_rank), *exact, *cells, f"{relative(loss.tolerated, abs(base)):.1e}")
         )
     return table
 
 
 def norms(result: Result, kind: str) -> list[Line]:
-    """2-norms in the first step, by run, and the largest relative difference from the baseline's."""
+    """Return a table of the 2-norms of a kind of tensors in the first step, by run.
+
+    The last column is the largest relative difference from the baseline's norm.
+    """
     table: list[Line] = [("tensor", *map(result.label, result.runs), "relative")]
     for name, tensor in result.pairs.items():
         if name.startswith(f"{kind}/"):
-            own = {run: distance.own_norm for run, distance in tensor.distances.items()}
-            base = own[result.baseline]
-            apart = max(abs(norm - base) for norm in own.values())
-            table.append((name, *(f"{norm:.6e}" for norm in own.values()), f"{relative(apart, base):.1e}"))
+            by_run = {run: distance.own_norm for run, distance in tensor.distances.items()}
+            base = by_run[result.baseline]
+            gap = max(abs(norm - base) for norm in by_run.values())
+            table.append((name, *(f"{norm:.6e}" for norm in by_run.values()), f"{relative(gap, base):.1e}"))
     return table
 
 
 def worst(result: Result) -> list[Line]:
-    """By run and pass: the largest relative distance, and the largest share of its tolerance."""
+    """Return a table of the largest relative distance, and of the largest share of the tolerated, for each run and pass."""
     table: list[Line] = [("run", "pass", "tensors", "largest distance", "largest share of the tolerated")]
     for name, run in result.runs.items():
-        for which in ("batch", *COMPUTED):
-            rows = [row for row in run.judged if row.which_pass == which]
+        for pass_name in ("batch", *COMPUTED):
+            rows = [row for row in run.judged if row.which_pass == pass_name]
             if rows:
                 far = max(rows, key=lambda row: row.distance.relative)
                 near = max(rows, key=lambda row: row.multiple)
-                of = f"{far.distance.relative:.1e} of {relative(far.tolerated, far.distance.norm):.1e}: {far.name}"
+                distance = f"{far.distance.relative:.1e} of {relative(far.tolerated, far.distance.norm):.1e}: {far.name}"
                 share = f"{near.multiple:.2f}: {near.name}"
-                table.append((result.label(name), which, str(len(rows)), of, share))
+                table.append((result.label(name), pass_name, str(len(rows)), distance, share))
     return table
 
 
 def differences(result: Result) -> list[Line]:
-    """By tensor of the first step, the largest first: the largest absolute and the relative difference from the first run."""
+    """Return a table of the differences from the first run in the first step, by tensor: the largest absolute and the relative one.
+
+    The tensor with the largest difference comes first.
+    """
     others = list(result.runs)[1:]
-    head = (f"{result.label(name)} {what}" for name in others for what in ("max abs", "relative"))
+    head = (f"{result.label(name)} {column}" for name in others for column in ("max abs", "relative"))
     table: list[Line] = [("tensor", *head)]
-    far = {
-        name: max((far for _, far in one.from_first.values()), default=0.0)
-        for name, one in result.pairs.items()
+    largest_by_tensor = {
+        name: max((largest for _, largest in tensor.from_first.values()), default=0.0)
+        for name, tensor in result.pairs.items()
     }
-    for tensor in sorted(far, key=far.__getitem__, reverse=True):
-        cells, measured = [tensor], result.pairs[tensor]
+    for tensor_name in sorted(largest_by_tensor, key=largest_by_tensor.__getitem__, reverse=True):
+        cells, tensor = [tensor_name], result.pairs[tensor_name]
         for name in others:
-            size, largest = measured.from_first[name]
-            cells += [f"{largest:.2e}", f"{relative(size, measured.distances[name].norm):.2e}"]
+            norm, largest = tensor.from_first[name]
+            cells += [f"{largest:.2e}", f"{relative(norm, tensor.distances[name].norm):.2e}"]
         table.append(tuple(cells))
     return table
 
 
 def identical(result: Result) -> list[str]:
-    """By pass: the number of tensors of the first step that are bit-identical in the last two runs."""
+    """Return how many tensors of the first step are bit-identical in the last two runs, a line for each pass."""
     if len(result.runs) < 2:
         return []
-    one, other = map(result.label, list(result.runs)[-2:])
-    lines = [f"{one} and {other}, step 1:"]
-    for which in dict.fromkeys(map(pass_of, result.pairs)):
-        odd = {
-            name: not pair.last_two_identical for name, pair in result.pairs.items() if pass_of(name) == which
+    label, other_label = map(result.label, list(result.runs)[-2:])
+    lines = [f"{label} and {other_label}, step 1:"]
+    for pass_name in dict.fromkeys(map(pass_of, result.pairs)):
+        differs = {
+            name: not pair.last_two_identical
+            for name, pair in result.pairs.items()
+            if pass_of(name) == pass_name
         }
-        first = "".join(f"; {name} is not" for name in [name for name in odd if odd[name]][:1])
-        lines.append(f"- {which}: {len(odd) - sum(odd.values())} of {len(odd)} tensors bit-identical{first}")
+        first = "".join(f"; {name} is not" for name in [name for name in differs if differs[name]][:1])
+        lines.append(
+            f"- {pass_name}: {len(differs) - sum(differs.values())} of {len(differs)} tensors bit-identical{first}"
+        )
     return lines
 
 
 def replicas(result: Result) -> list[str]:
+    """Return how many tensors are equal on all ranks that hold them, and the first that is not, a line for each run."""
     lines = []
     for name, run in result.runs.items():
         count = sum(len(entry["tensors"]) for entry in run.dump.steps.values())
-        same = f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
+        equal = f"{result.label(name)}: {count - len(run.differing)} of {count} tensors equal on all ranks that hold them"
         first = (
             f"; {tensor} of step {step} differs on ranks {ranks}" for step, tensor, ranks in run.differing[:1]
         )
-        lines.append("".join((same, *first)))
+        lines.append("".join((equal, *first)))
     return lines

@@ -1,4 +1,4 @@
-"""What a comparison found: of every run its rows, its failures and its verdict. docs/verification.md says what a verdict means."""
+"""What a comparison found: the rows, failures and verdict of every run. docs/verification.md says what a verdict means."""
 
 import functools
 import math
@@ -11,7 +11,8 @@ from lockstep.verdict.judgement import MULTIPLE, Judgement
 from lockstep.verdict.rows import described
 from lockstep.verdict.scalars import Chosen, Loss, Norm
 
-FINER = 0.5  # of a deviation: what is tolerated of a gradient that would have shown it
+# A gradient would have shown a deviation if at most so much of that is tolerated of the gradient.
+FINER = 0.5
 VERDICTS = ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")  # the worst first
 INPUTS = ("batch", "forward", "backward")  # kinds of tensors that modules compute from
 Failure = tuple[int, float, str, str]  # (step, position in it, tensor, what is wrong)
@@ -27,7 +28,7 @@ class Cause:
 
 @dataclass
 class Diagnosis:
-    """Causes (none: not explained), what is excluded, what is odd about the first wrong tensor."""
+    """The causes of a failure (none: it is not explained), what is excluded, and what is odd about the first wrong tensor."""
 
     causes: list[Cause] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
@@ -36,18 +37,21 @@ class Diagnosis:
 
 @dataclass
 class Findings:
-    """What was found of one run. Rows are in execution order within a step. It is complete before anything is asked of it."""
+    """What was found of one run. Rows are in the order of execution within a step.
+
+    All fields must be complete before a property is read, because properties are cached.
+    """
 
     name: str
     dump: Dump
-    baseline: str  # whose losses its own are held against
+    baseline: str  # the run with whose losses this run's are compared
     losses: list[Loss]  # of all runs
-    # entry of the effective contract -> "entry is a, not b", where it is not the baseline's
+    # Entry of the effective contract -> "entry is a, not b", where it is not the baseline's
     configuration: dict[str, str] = field(default_factory=dict)
     rows: list[Judgement] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     choices: list[Chosen] = field(default_factory=list)
-    alone: Alone | None = None  # its modules by themselves, if they were computed
+    alone: Alone | None = None  # the run's modules by themselves, if they were computed
     diagnosis: Diagnosis | None = None  # of a run that failed, if it was compared with a reference
 
     def rows_of(self, step: int) -> dict[str, Judgement]:
@@ -63,7 +67,7 @@ class Findings:
 
     @functools.cached_property
     def unjudged(self) -> list[str]:
-        """Kinds of tensors of which none was large enough to judge in some step; all passes if there are no rows."""
+        """The kinds of tensors of which none was large enough to judge in some step; "all passes" if there are no rows."""
         if not self.rows:
             return ["all passes"]
         kinds, judged = ({(row.step, row.kind) for row in rows} for rows in (self.rows, self.judged))
@@ -71,7 +75,7 @@ class Findings:
 
     @functools.cached_property
     def differing(self) -> list[tuple[int, str, list[int]]]:
-        """(step, tensor, ranks whose copy is another)."""
+        """(step, tensor, ranks whose replica differs) for each tensor that is not equal on all ranks that hold it."""
         return [
             (step, name, ranks)
             for step, entry in self.dump.steps.items()
@@ -80,42 +84,46 @@ class Findings:
 
     @functools.cached_property
     def conventions(self) -> list[Judgement]:
-        """Intermediate tensors that are not the reference's, in a step that gets to the right result in another way.
+        """The rows of intermediate tensors that are not the reference's, in a step that gets to the right result in another way.
 
-        Such are gradients under a loss scale that is taken off again, or rotary tables of other positions.
+        Examples are gradients under a loss scale that is taken off again, and rotary tables of other positions.
         """
-        found = []
+        conventions = []
         for step in self.dump.steps:
             rows = self.rows_of(step)
-            seen = self._seen_by_gradients(step, rows)
-            head = next((row for row in seen if row.name == self.dump.layout.names.logits_gradient), None)
+            candidates = self._seen_by_gradients(step, rows)
+            head = next(
+                (row for row in candidates if row.name == self.dump.layout.names.logits_gradient), None
+            )
             gradients = [row for row in rows.values() if row.kind == "gradient" and row.judged]
             if self._ends_right(step, rows):
-                found += seen
+                conventions += candidates
             elif head is not None and 2 * sum(row.too_far for row in gradients) < len(gradients):
-                # most gradients are right without the factor, so it is taken off again; what is wrong is something else
+                # Most gradients are right without the factor, so it is taken off again. What is wrong is something else.
                 factor = head.distance.scale
-                found += [row for row in seen if row.kind == "backward" and _is_multiple(row, factor)]
-        return found
+                conventions += [
+                    row for row in candidates if row.kind == "backward" and _is_multiple(row, factor)
+                ]
+        return conventions
 
     def _is_end(self, row: Judgement) -> bool:
-        """Whether a tensor is no intermediate one: what goes into a step's forward pass, or what counts of its results."""
+        """Whether a tensor is not an intermediate one: an input of a step's forward pass, or one of the results that count."""
         return row.kind in ("batch", "gradient") or row.name == self.dump.layout.names.logits
 
     def _ends_right(self, step: int, rows: dict[str, Judgement]) -> bool:
-        """Whether the batch, the logits, the losses and all gradients of parameters with their norm are right in a step."""
+        """Whether the batch, the logits, the losses, all gradients of parameters and their norm are right in a step."""
         ends = {name: row for name, row in rows.items() if self._is_end(row)}
         norm = self.norm_of(step)
         return self.dump.layout.names.logits in ends and not (
             any(row.too_far for row in ends.values())
-            or any(at == step and name in ends for at, name, _ in self.differing)
-            or any(at == step for at, _ in self.dump.missing)
+            or any(other == step and name in ends for other, name, _ in self.differing)
+            or any(other == step for other, _ in self.dump.missing)
             or (norm is not None and norm.off)
             or any(loss.problem(self.name, self.baseline) for loss in self.losses if loss.step == step)
         )
 
     def _seen_by_gradients(self, step: int, rows: dict[str, Judgement]) -> list[Judgement]:
-        """The intermediate tensors that are too far by so much that the gradients of matrices would have shown it."""
+        """Return the rows of intermediate tensors that are so much too far that the gradients of matrices would have shown it."""
         shapes = self.dump.expected(step)
         tolerated = (
             relative(row.tolerated, row.distance.norm)
@@ -134,51 +142,53 @@ class Findings:
 
     @functools.cached_property
     def excused(self) -> set[tuple[int, str]]:
-        """(step, tensor) of the conventions."""
+        """(step, tensor) of each convention."""
         return {(row.step, row.name) for row in self.conventions}
 
     @functools.cached_property
     def too_far(self) -> list[Judgement]:
-        """The rows of tensors that are too far and no convention."""
+        """The rows of tensors that are too far and not a convention."""
         return [row for row in self.rows if row.too_far and (row.step, row.name) not in self.excused]
 
     @functools.cached_property
     def counted(self) -> list[Judgement]:
-        """The rows that count towards the verdict: of tensors that are judged and no convention."""
+        """The rows that count towards the verdict: of tensors that are large enough to judge and not a convention."""
         return [row for row in self.judged if (row.step, row.name) not in self.excused]
 
     @property
     def nearest(self) -> float:
-        """The largest multiple of what is tolerated, of the tensors that count; 0 if there are none."""
+        """The largest `multiple` of the tensors that count; 0 if there are none."""
         return max((row.multiple for row in self.counted), default=0.0)
 
     @functools.cached_property
     def order(self) -> dict[int, dict[str, int]]:
         """Step -> tensor -> its place in the order of execution."""
         return {
-            step: {name: at for at, name in enumerate(self.dump.expected(step))} for step in self.dump.steps
+            step: {name: i for i, name in enumerate(self.dump.expected(step))} for step in self.dump.steps
         }
 
     @functools.cached_property
     def by_themselves(self) -> list[Judgement]:
         """The rows of modules that were computed from the inputs that they had in the run.
 
-        A step with conventions has none: what follows from a tensor in another convention is not what its modules give. Nor does what follows
-        from a tensor of which ranks have other copies: the reference has one of them.
+        A step with conventions has none: what follows from a tensor in another convention is not what its modules give. A tensor that is
+        too far after one whose replicas differ is left out as well: the reference has one of the replicas.
         """
-        return [row for row in self._of_modules if not self._had_others(row)]
+        return [row for row in self._module_rows if not self._follows_unlike(row)]
 
     @functools.cached_property
     def after_unlike(self) -> list[Judgement]:
-        """The rows of modules that are too far, but were computed from inputs, or weights, of which ranks have other copies."""
-        return [row for row in self._of_modules if self._had_others(row)]
+        """The rows of modules that are too far, but were computed from inputs or weights whose replicas differ."""
+        return [row for row in self._module_rows if self._follows_unlike(row)]
 
     @property
-    def _of_modules(self) -> list[Judgement]:
+    def _module_rows(self) -> list[Judgement]:
+        """The rows of modules by themselves, in steps without conventions."""
         steps = {step for step, _ in self.excused}
         return [row for row in self.alone.rows if row.step not in steps] if self.alone else []
 
-    def _had_others(self, row: Judgement) -> bool:
+    def _follows_unlike(self, row: Judgement) -> bool:
+        """Whether a tensor is too far and comes after inputs of modules, or weights, whose replicas differ."""
         return row.too_far and any(
             row.step == step and self.order[step][row.name] > self.order[step][name]
             if name.partition("/")[0] in INPUTS
@@ -188,53 +198,61 @@ class Findings:
 
     @functools.cached_property
     def choices_by_themselves(self) -> list[Chosen]:
-        """The discrete choices of such modules."""
+        """The discrete choices that modules made by themselves."""
         return self.alone.choices if self.alone else []
 
     @functools.cached_property
     def failures(self) -> list[Failure]:
-        """All, the first in execution order first: those from the batch, and what only a module by itself shows."""
-        seen = {(step, name) for step, _, name, _ in self.failures_from_batch}
+        """All failures, in the order of execution: those from the batch on, and what only a module by itself shows."""
+        known = {(step, name) for step, _, name, _ in self.failures_from_batch}
         alone: list[Judgement | Chosen] = [*self.by_themselves, *self.choices_by_themselves]
-        found = [
-            (one.step, self.order[one.step][one.name], one.name, f"by itself, {one.describe()}")
-            for one in alone
-            if one.too_far and (one.step, one.name) not in seen
+        further = [
+            (row.step, self.order[row.step][row.name], row.name, f"by itself, {row.describe()}")
+            for row in alone
+            if row.too_far and (row.step, row.name) not in known
         ]
-        return sorted([*self.failures_from_batch, *found], key=lambda failure: failure[:3])
+        return sorted([*self.failures_from_batch, *further], key=lambda failure: failure[:3])
 
     @property
     def diagnosed(self) -> Failure:
-        """The failure that the diagnosis is of; there is one."""
+        """The failure that the diagnosis is of. There must be a failure."""
         return (self.failures_from_batch or self.failures)[0]
 
     @functools.cached_property
     def failures_from_batch(self) -> list[Failure]:
-        """Of the whole computation: what is too far from the reference, which computes from the batch on."""
+        """The failures of the whole computation: what is too far from the reference, which computes from the batch on."""
         alone = {(row.step, row.name): row for row in self.by_themselves}
         wrong = [
             (row.step, row.name, described(row, alone.get((row.step, row.name)))) for row in self.too_far
         ]
         for step, name, ranks in self.differing:
             if (step, name) not in self.excused:
-                where = ", ".join(f"rank {rank}" for rank in ranks)
-                wrong.append((step, name, f"is not the same on all ranks that hold it: {where} differs"))
+                holders = ", ".join(f"rank {rank}" for rank in ranks)
+                wrong.append((step, name, f"is not the same on all ranks that hold it: {holders} differs"))
         wrong += [(step, name, "was not computed") for step, name in self.dump.missing]
-        wrong += [(one.step, f"forward/{one.name}", one.describe()) for one in self.choices if one.too_far]
-        found: list[Failure] = [(step, self.order[step][name], name, what) for step, name, what in wrong]
+        wrong += [
+            (choice.step, f"forward/{choice.name}", choice.describe())
+            for choice in self.choices
+            if choice.too_far
+        ]
+        failures: list[Failure] = [
+            (step, self.order[step][name], name, problem) for step, name, problem in wrong
+        ]
         for norm in self.norms:
             if norm.off:
-                last = max(at for name, at in self.order[norm.step].items() if name.startswith("gradient/"))
-                found.append((norm.step, last + 0.5, "gradient norm", norm.describe()))
+                last = max(i for name, i in self.order[norm.step].items() if name.startswith("gradient/"))
+                failures.append((norm.step, last + 0.5, "gradient norm", norm.describe()))
         for loss in self.losses:
-            what = loss.problem(self.name, self.baseline)
-            if what:
-                found.append((loss.step, len(self.order[loss.step]), f"loss of DP rank {loss.dp_rank}", what))
-        return sorted(found, key=lambda failure: failure[:3])  # of one tensor, its distance first
+            problem = loss.problem(self.name, self.baseline)
+            if problem:
+                failures.append(
+                    (loss.step, len(self.order[loss.step]), f"loss of DP rank {loss.dp_rank}", problem)
+                )
+        return sorted(failures, key=lambda failure: failure[:3])  # of one tensor, its distance first
 
 
 def _is_multiple(row: Judgement, factor: float) -> bool:
-    """Whether a tensor is the reference's times a factor, as exactly as a right one would be the reference's."""
+    """Whether a tensor is `factor` times the reference's, as exactly as a right tensor would equal the reference's."""
     distance = row.distance
     off = abs(distance.scale - factor) * distance.change
     return max(distance.across, off) <= max(1.0, abs(factor)) * row.tolerated
@@ -245,18 +263,18 @@ class Result:
     """The findings of a comparison."""
 
     runs: dict[str, Findings]
-    baseline: str  # the run whose losses the others' are held against
+    baseline: str  # the run with whose losses the others' are compared
     losses: list[Loss]
     has_reference: bool = False
-    # Of step 1, every tensor but the update's
+    # Every tensor of step 1 but those of the update
     pairs: dict[str, Measured] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """What a report calls a run; without a reference, its folder."""
+        """Return what a report calls a run: its label, or without a reference its folder."""
         return self.runs[name].dump.label if self.has_reference else name
 
     def verdict(self, name: str) -> str:
-        """One of VERDICTS."""
+        """Return the verdict on a run, one of VERDICTS."""
         run = self.runs[name]
         if run.configuration:
             return "CONFIGURED DIFFERENTLY"
@@ -273,15 +291,17 @@ class Result:
         return min(map(self.verdict, self.runs), key=VERDICTS.index)
 
     def is_no_yardstick(self, name: str) -> bool:
-        """Whether the run is the yardstick, all that is wrong with it are distances from the reference, and other runs share the first.
+        """Whether the run is the yardstick, but too far from the reference to measure other runs by.
 
-        Then the model or its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If
-        one of the others is near enough, and MULTIPLE times nearer, this run is wrong.
+        This is so if all that is wrong with it are distances from the reference, and other runs share the first of them. Then the model or
+        its optimizer jumps there, or is ill-conditioned, so that rounding errors alone take correct runs so far. If another run is near
+        enough there, and MULTIPLE times nearer, this run is wrong.
         """
         return name == self.baseline and self.has_reference and self._all_are_far
 
     @functools.cached_property
     def _all_are_far(self) -> bool:
+        """Whether all failures of the baseline are distances from the reference, and no other run is much nearer at the first."""
         run = self.runs[self.baseline]
         far = {(row.step, row.name): row for row in run.too_far}
         if not run.failures or run.differing:
@@ -289,20 +309,23 @@ class Result:
         if any((step, name) not in far or name.startswith("batch/") for step, _, name, _ in run.failures):
             return False
         first = far[run.failures[0][0], run.failures[0][2]]
-        others = [
+        distances = [
             row.distance
             for other in self.runs.values()
             for row in other.rows
             if other is not run and (row.step, row.name) == (first.step, first.name)
         ]
-        return bool(others) and not any(_is_nearer(other, first) for other in others)
+        return bool(distances) and not any(_is_nearer(distance, first) for distance in distances)
 
 
 def _is_nearer(other: Distance, row: Judgement) -> bool:
-    """Whether a distance is what is tolerated of the row, and less than a MULTIPLE-th of it: rounding errors alone do not explain that."""
+    """Whether another run's distance is within what is tolerated of the row, and the row's is more than MULTIPLE times as large.
+
+    Rounding errors alone do not explain that.
+    """
     if other.error > row.tolerated or other.largest_error > row.tolerated_largest:
         return False
-    found = row.distance
-    by_norm = found.error > row.tolerated and MULTIPLE * other.error < found.error
-    by_largest = found.largest_error > row.tolerated_largest
-    return by_norm or (by_largest and MULTIPLE * other.largest_error < found.largest_error)
+    distance = row.distance
+    by_norm = distance.error > row.tolerated and MULTIPLE * other.error < distance.error
+    by_largest = distance.largest_error > row.tolerated_largest
+    return by_norm or (by_largest and MULTIPLE * other.largest_error < distance.largest_error)

@@ -1,4 +1,4 @@
-"""What was found of one recorded step: its tensors, each with what is tolerated, and what is wrong, in sentences."""
+"""What was found of one recorded step: its tensors, each with what is tolerated of it, and sentences about what is wrong."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,73 +17,75 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 
 class Wrong(str):
-    """A sentence about what is wrong. Its end may say why: `cause`, "" where nothing explains it. A plain text is a cause as a whole."""
+    """A sentence about what is wrong. It is `what`, followed by why.
+
+    `cause` is the reason as a sentence of its own, "" if nothing explains it. A plain str in the place of a Wrong is a cause as a whole.
+    """
 
     what: str
     cause: str
 
     def __new__(cls, what: str, why: str = "") -> "Wrong":
-        said = super().__new__(cls, what + why)
-        # The end of a sentence becomes one of its own.
-        alone = why.replace(", which is", "the factor is", 1).replace("; they", "the gradients", 1)
-        said.what, said.cause = what, alone.lstrip(":; ")
-        return said
+        sentence = super().__new__(cls, what + why)
+        # The end of the sentence becomes a sentence of its own.
+        cause = why.replace(", which is", "the factor is", 1).replace("; they", "the gradients", 1)
+        sentence.what, sentence.cause = what, cause.lstrip(":; ")
+        return sentence
 
 
 @dataclass
 class StepVerdict:
+    """What was found of one recorded step."""
+
     step: int
     arithmetic: Arithmetic = CPU  # of the run
     micro_batches: int = 0
-    shares: int = 0  # of the samples: data-parallel ranks
-    pieces: int = 1  # that samples are cut into
-    # The ranks that have pieces of the same samples
+    shares: int = 0  # of the samples: the number of data-parallel ranks
+    pieces: int = 1  # number of pieces that each sample is cut into
+    # The groups of ranks that have pieces of the same samples
     cut: list[tuple[int, ...]] = field(default_factory=list)
     tokens: int = 0  # of the global batch; 0 if it is not known
     named: Named | None = None  # what the gradient is a mean over
     factor: float = 1.0  # of the gradient, before clipping
-    lowered: list[str] = field(
-        default_factory=list
-    )  # dtypes that it was computed in, but float32 and float64
-    clipped: str = ""  # by how much, to be read after the gradient
-    difference: str = ""  # of this mean from the one over all tokens, likewise
+    # The dtypes that the step was computed in, but for float32 and float64
+    lowered: list[str] = field(default_factory=list)
+    clipped: str = ""  # by how much the gradient was clipped, to be read after it
+    difference: str = ""  # of this mean from the mean over all tokens, likewise
     views: bool = False  # whether micro batches are the same samples, for other random numbers
-    nothing: bool = False  # whether its loss has no gradient
+    nothing: bool = False  # whether the loss has no gradient
     unseen: str = ""  # what is not judged, of the loss or of an optimizer
-    tolerated_weights: float = 0.0
+    tolerated_weights: float = 0.0  # relative error that is tolerated of the micro batches' weights
     rows: list[Judgement] = field(default_factory=list)
-    losses: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # of each micro batch and rank: the run's, the reference's, what is tolerated
-    # Of outputs that are put together from shards, rank -> (start, shape) of its own; {} where several groups of ranks have some
+    # For each micro batch and rank: the run's loss, the reference's, what is tolerated of their difference
+    losses: list[tuple[float, float, float]] = field(default_factory=list)
+    # Output that is put together from shards -> rank -> (start, shape) of its shard; {} where several groups of ranks have shards of it
     shards: dict[str, dict[int, tuple[list[int], list[int]]]] = field(default_factory=dict)
-    alone: list[Judgement] = field(
-        default_factory=list
-    )  # of modules that were computed from their recorded inputs
-    # Gradients of which replicas have others, but for those that clipping by another norm explains
+    # Rows of modules that were computed from their recorded inputs
+    alone: list[Judgement] = field(default_factory=list)
+    # Names of gradients whose replicas differ, but for those where clipping by another norm explains it
     differ: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)  # sentences, the first is the headline
+    wrong: list[str] = field(default_factory=list)  # sentences; the first is the headline
     notes: list[str] = field(default_factory=list)
 
     @property
     def precision(self) -> str:
-        """Of the arithmetic: whether it is float32 throughout."""
+        """Of the arithmetic: "fp32" if it is float32 or float64 throughout, else "autocast"."""
         return "autocast" if self.lowered else "fp32"
 
     @property
     def is_of_known_mean(self) -> bool:
-        """Whether the first rank's gradient is a known mean, without another factor: it is right then, if it is near enough."""
+        """Whether the first rank's gradient is a known mean without another factor. It is right then, if it is near enough."""
         tolerated = self.tolerated_weights
         return self.named is not None and max(self.named.off, abs(self.factor - 1)) <= tolerated
 
     def leave(self, said: str) -> None:
-        """Say with the verdict what was not judged."""
+        """Note something that was not judged, for the verdict to say."""
         self.unseen = f"{self.unseen}; {said}" if self.unseen else said
 
     def gradients(
         self, observed: Gradients, right: Gradients, near: Gradients, **more: Any
     ) -> list[Judgement]:
-        """Rows of parameters' gradients, of the step: see `judged`, which has `more`."""
+        """Return the rows of the parameters' gradients of the step. `more` is passed on to `judged`."""
         return judged(
             self.step,
             observed,
@@ -96,14 +98,17 @@ class StepVerdict:
         )
 
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
-        """Adds a row of a single number; `tolerated` is absolute."""
+        """Add a row of a single number, and return it. `tolerated` is absolute."""
         row = Judgement(self.step, name, distance_of_numbers(own, reference), tolerated, tolerated)
         self.rows.append(row)
         return row
 
 
 def described(row: Judgement, alone: Judgement | None) -> str:
-    """What is wrong with a row: the factor of a part, which is known to the same row of modules by themselves, or else its errors."""
+    """Return what is wrong with a row, in words: a factor, if the row `alone` has one, or else its errors.
+
+    `alone` is the row of the same tensor where modules were computed by themselves.
+    """
     factor = alone.factor if alone is not None and alone.of_factor else None
     return (row if factor is None else factor).describe()
 
@@ -123,27 +128,32 @@ def judged(
     where: Mapping[str, str] = {},
     rank: int | None = None,
 ) -> list[Judgement]:
-    """The recorded tensors of one pass against `right`, by the rule that strategies are judged by: `near` is the yardstick, in the run's dtypes.
+    """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `right`.
 
-    `kind` is what names of rows begin with where these are parameters. `factors` is told of the tensors, too, and `where` each is and on which `rank`. `dtypes` has those that some were
-    rounded to before, and `zeros` are names of rows that are zero in exact arithmetic; `precision` is "fp32" or "autocast".
+    `right` are the reference's tensors. `near` is the yardstick: the same computed in the run's dtypes. `precision` is "fp32" or
+    "autocast". `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
+    rounded to another one before. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given the tensors, too, and
+    `where` each of them is, and their `rank`.
     """
-    own: dict[str, Distance] = {}
-    yardstick: dict[str, Distance] = {}
+    distances: dict[str, Distance] = {}
+    yardstick_distances: dict[str, Distance] = {}
     entries: dict[str, dict] = {}
     names = {f"{kind}{name}": name for name in right}
-    for row, name in names.items():
+    for key, name in names.items():
         tensor, plain, reference = observed[name], near[name], right[name]
-        distance, yardstick[row] = distances_of([tensor, plain], reference)
+        distance, yardstick_distances[key] = distances_of([tensor, plain], reference)
         terms = right.largest_term(name) if isinstance(right, Sum) else EXACT
-        own[row] = replace(distance, terms=terms)
-        entries[row] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
+        distances[key] = replace(distance, terms=terms)
+        entries[key] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
         if factors is not None:
             factors.add(
-                row, tensor, plain, reference, is_weight=bool(kind), where=where.get(row, ""), rank=rank
+                key, tensor, plain, reference, is_weight=bool(kind), where=where.get(key, ""), rank=rank
             )
-    measure = Yardstick(yardstick, entries, precision, arithmetic.floor, zeros)
-    rows = [Judgement(step, row, one, *measure.tolerance(row, one)) for row, one in own.items()]
+    yardstick = Yardstick(yardstick_distances, entries, precision, arithmetic.floor, zeros)
+    rows = [
+        Judgement(step, key, distance, *yardstick.tolerance(key, distance))
+        for key, distance in distances.items()
+    ]
     add_pictures(
         rows,
         lambda row: number_of_elements(entries[row.name]),

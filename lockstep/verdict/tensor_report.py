@@ -1,4 +1,4 @@
-"""The report of a tensor-level comparison: the verdict and the tables, as text, Markdown and JSON."""
+"""The report on a comparison of tensors: the verdict and the tables, as text, Markdown and JSON."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.report_tables import Line
 from lockstep.verdict.result import Findings, Result
 
-SHORT = 14  # lines of a long section
-LONGEST = 100_000  # characters of a line
+SHORT = 14  # number of lines of a long section that are shown
+LONGEST = 100_000  # number of characters of a line that are shown
 
 
 def show(result: Result, output_dir: Path | None) -> int:
-    """Print the report, the verdict last. Returns the exit status, 0 or 1.
+    """Print the report, the verdict last. Return the exit status, 0 or 1.
 
     If the report was written into a folder, only what fits on a screen is printed.
     """
@@ -45,7 +45,7 @@ def write(result: Result, folder: Path) -> None:
 
 
 def _summary(result: Result) -> dict[str, Sequence[Line]]:
-    """Title -> lines of the sections that say what was found and why. Those that have nothing to say are left out."""
+    """Return title -> lines of the sections that say what was found and why. Empty sections are left out."""
     sections = {
         "Verdict": verdict(result),
         "Configuration": configuration(result),
@@ -58,30 +58,31 @@ def _summary(result: Result) -> dict[str, Sequence[Line]]:
 
 
 def _tables(result: Result) -> dict[str, Sequence[Line]]:
-    """Title -> lines of the other sections: text, or rows of tables as tuples, the head first. Of long ones, the first rows."""
-    of = "the reference" if result.has_reference else "each other"
-    found: dict[str, Sequence[Line]] = {
-        "What was compared": [f"{what}: {value}" for what, value in tables.about(result).items()],
+    """Return title -> lines of the other sections: text, or rows of tables as tuples, the head first. Long sections are cut."""
+    origin = "the reference" if result.has_reference else "each other"
+    sections: dict[str, Sequence[Line]] = {
+        "What was compared": [f"{name}: {value}" for name, value in tables.about(result).items()],
         "Wrong tensors": tables.wrong_tensors(result),
         "Loss by DP rank": tables.losses(result),
         "Layer output norms": tables.norms(result, "forward"),
         "Gradient norms": tables.norms(result, "backward") + tables.norms(result, "gradient")[1:],
-        f"Largest distances from {of}": tables.worst(result),
+        f"Largest distances from {origin}": tables.worst(result),
         "Largest differences from the first": tables.differences(result),
         "Bit-identical tensors": tables.identical(result),
         "Replicas": tables.replicas(result),
     }
-    return {title: _first(lines, title) for title, lines in found.items() if len(lines) > 1}
+    return {title: _shortened(lines, title) for title, lines in sections.items() if len(lines) > 1}
 
 
-def _first(lines: Sequence[Line], title: str) -> Sequence[Line]:
+def _shortened(lines: Sequence[Line], title: str) -> Sequence[Line]:
+    """Return the first SHORT lines of a section, and how many more there are; all lines if these are few."""
     more = len(lines) - SHORT
-    where = "; report.html of --output_dir has all tensors" if title == "Wrong tensors" else ""
-    return [*lines[:SHORT], f"... {more} more{where}"] if more > 3 else lines
+    hint = "; report.html of --output_dir has all tensors" if title == "Wrong tensors" else ""
+    return [*lines[:SHORT], f"... {more} more{hint}"] if more > 3 else lines
 
 
 def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
-    """Rows of tables as Markdown tables; `escape` is applied to each cell and to each other line."""
+    """Return lines as text, with rows of tables as Markdown tables. `escape` is applied to each cell and to each other line."""
     text: list[str] = []
     for number, line in enumerate(lines):
         if isinstance(line, str):
@@ -94,23 +95,25 @@ def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text escaped for a Markdown page: labels and paths come from files and command lines."""
+    """Escape text for a Markdown page: labels and paths come from files and command lines."""
     return re.sub(r"([\\`|<>*\[\]])", r"\\\1", printable(text, LONGEST))
 
 
 def _item(line: str) -> str:
+    """Make a line of text an item of a Markdown list. Tables, items and indented lines stay as they are."""
     return line if line.startswith(("|", "-", " ")) or not line else f"- {line}"
 
 
 def verdict(result: Result) -> list[str]:
+    """Return the verdict on each run, how many of its tensors are judged, and which are too small."""
     lines = []
     for name, run in result.runs.items():
-        small = [row.name for row in run.rows if not row.judged]
+        too_small = [row.name for row in run.rows if not row.judged]
         lines.append(
             f"{result.verdict(name):<10}  {result.label(name)}: {len(run.judged)} of {len(run.rows)} tensors of {steps_in_words(run.rows)} judged, "
-            f"{len(small)} too small to judge"
+            f"{len(too_small)} too small to judge"
         )
-        lines += [f"  too small to judge: {', '.join(sorted(set(small)))}"] if small else []
+        lines += [f"  too small to judge: {', '.join(sorted(set(too_small)))}"] if too_small else []
         if run.unjudged:
             lines.append(
                 f"  nothing is large enough to judge in: {', '.join(run.unjudged)}; agreement proves nothing there"
@@ -123,7 +126,7 @@ def verdict(result: Result) -> list[str]:
 
 
 def steps_in_words(rows: Sequence[Judgement]) -> str:
-    """ "step 1", "steps 1 and 2", "steps 1 to 5": the steps that were judged."""
+    """Return the steps that were judged, such as "step 1", "steps 1 and 2", "steps 1 to 5"."""
     steps = sorted({row.step for row in rows})
     if len(steps) < 2:
         return f"step {steps[0]}" if steps else "no step"
@@ -131,13 +134,13 @@ def steps_in_words(rows: Sequence[Judgement]) -> str:
 
 
 def notes(result: Result) -> list[str]:
-    """What is no failure and should be known: another convention, a norm that was summed in float32, what no step judges."""
-    said = []
+    """Return what is no failure and should be known: another convention, a norm that was summed in float32, what no step judges."""
+    messages = []
     for name, run in result.runs.items():
         label = result.label(name)
         if result.is_no_yardstick(name):
             step, _, first, _ = run.failures[0]
-            said.append(
+            messages.append(
                 f"{label}: {len(run.failures)} tensors are too far from the reference to measure others by, first {first} in step "
                 f"{step}: the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
             )
@@ -145,100 +148,105 @@ def notes(result: Result) -> list[str]:
             row = run.conventions[0]
             factors = {f"{row.distance.scale:.4g}" for row in run.conventions}
             times = f" but {factors.pop()} times that" if len(factors) == 1 and factors != {"1"} else ""
-            said.append(
+            messages.append(
                 f"{label}: {len(run.conventions)} intermediate tensors are another convention, because what is made of them is right: they are not "
                 f"the reference's{times}. The first is {row.name} in step {row.step}"
             )
-        said += [
+        messages += [
             f"{label}: the gradient norm of step {norm.step} {norm.describe()}. A sum in float32 may be off by {norm.float32:.1e}"
             for norm in run.norms
             if norm.inexact and not norm.off
         ]
         if any(row.kind == "average" for row in run.rows):
             steps = steps_in_words(run.rows)
-            said.append(f"{label}: averages of the weights were judged in {steps}; nothing judges them later")
-    return said
+            messages.append(
+                f"{label}: averages of the weights were judged in {steps}; nothing judges them later"
+            )
+    return messages
 
 
 def configuration(result: Result) -> list[str]:
-    """Differences of the effective contracts. They say nothing about arithmetic."""
+    """Return the differences of the effective contracts. They say nothing about arithmetic."""
     return [
-        f"{result.label(name)}: {what}"
+        f"{result.label(name)}: {difference}"
         for name, run in result.runs.items()
-        for what in run.configuration.values()
+        for difference in run.configuration.values()
     ]
 
 
 def first_tensors(result: Result) -> list[str]:
+    """Return the first failure of each run, in the order of execution, a line for each run."""
     lines = []
     for name, run in result.runs.items():
         if not run.failures:
             lines.append(f"{result.label(name)}: none")
             continue
-        step, _, tensor, what = run.failures[0]
+        step, _, tensor, problem = run.failures[0]
         lines.append(
-            f"{result.label(name)}: step {step}, {tensor}: {what} ({len(run.failures)} failures in all)"
+            f"{result.label(name)}: step {step}, {tensor}: {problem} ({len(run.failures)} failures in all)"
         )
     return lines
 
 
 def by_themselves(result: Result) -> list[str]:
-    """What modules give from the inputs that they had in the run."""
+    """Return what modules give from the inputs that they had in the run, a line for each run."""
     return [f"{result.label(name)}: {by_itself(run)}" for name, run in result.runs.items()]
 
 
 def by_itself(run: Findings) -> str:
+    """Return what the modules of a run give from the inputs that they had, as a sentence."""
     rows = run.by_themselves
     wrong = sentences(rows, run.choices_by_themselves)
     unlike = len(run.after_unlike)
-    after = (
+    further = (
         f"{unlike} more are too far, but come after tensors of which ranks have other copies"
         if unlike
         else ""
     )
     if wrong:
-        return "; ".join([*wrong, *filter(None, [after])]) + following(rows, run.too_far)
+        return "; ".join([*wrong, *filter(None, [further])]) + following(rows, run.too_far)
     if rows:
         nearest = max(rows, key=lambda row: row.multiple)
-        said = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
-        return f"{said}; {after}" if after else said
+        message = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+        return f"{message}; {further}" if further else message
     if run.alone is None:
         return f"not judged; {REMEDY}"
     return "not judged, since tensors are missing or in another convention"
 
 
 def causes(result: Result) -> list[str]:
+    """Return the diagnosis of each run that has one."""
     lines = []
     for name, run in result.runs.items():
-        found = run.diagnosis
-        if found is None:
+        diagnosis = run.diagnosis
+        if diagnosis is None:
             continue
         lines.append(f"{result.label(name)}:")
-        lines += [f"- {cause.name}: {cause.evidence}" for cause in found.causes] or ["- not explained"]
-        lines += [f"- observed in {run.diagnosed[2]}: {'; '.join(found.odd)}"] if found.odd else []
-        lines += [f"- ruled out: {'; '.join(found.excluded)}"] if found.excluded else []
+        lines += [f"- {cause.name}: {cause.evidence}" for cause in diagnosis.causes] or ["- not explained"]
+        lines += [f"- observed in {run.diagnosed[2]}: {'; '.join(diagnosis.odd)}"] if diagnosis.odd else []
+        lines += [f"- ruled out: {'; '.join(diagnosis.excluded)}"] if diagnosis.excluded else []
     if not lines and any(map(result.has_failed, result.runs)):
         return ["looked for only with a reference; name its folder, too"]
     return lines or ["nothing to explain"]
 
 
 def as_data(result: Result) -> dict:
-    """The report as data (lockstep/ground/files.py has `plain`)."""
+    """Return the report as data. `plain` (lockstep/ground/files.py) makes it fit for JSON."""
     rows = [(name, row) for name, run in result.runs.items() for row in run.rows]
     return {
         "verdict": result.outcome,
         "about": tables.about(result),
-        "runs": {name: _of_run(result, name) for name in result.runs},
+        "runs": {name: _run_data(result, name) for name in result.runs},
         "notes": notes(result),
         "losses": result.losses,
-        "tensors": [_of_row(*each) for each in sorted(rows, key=lambda each: each[1].step)],
+        "tensors": [_row_data(*pair) for pair in sorted(rows, key=lambda pair: pair[1].step)],
         "tensors_by_themselves": [
-            _of_row(name, row) for name, run in result.runs.items() for row in run.by_themselves
+            _row_data(name, row) for name, run in result.runs.items() for row in run.by_themselves
         ],
     }
 
 
-def _of_run(result: Result, name: str) -> dict:
+def _run_data(result: Result, name: str) -> dict:
     run = result.runs[name]
     return {
         "label": run.dump.label,
@@ -256,7 +264,7 @@ def _of_run(result: Result, name: str) -> dict:
     }
 
 
-def _of_row(run: str, row: Judgement) -> dict:
+def _row_data(run: str, row: Judgement) -> dict:
     distance = row.distance
     return {
         "run": run,
