@@ -1,6 +1,7 @@
-"""What is wrong with pieces of samples: which labels each has, and where it lies in the whole.
+"""Judge pieces of samples: which labels each has, and where it lies in the whole.
 
-The reference puts pieces together as their positions say, and is given the labels that they had, so these faults are in it, too.
+The reference joins pieces as their positions say, and is given the labels that they had. So errors in these
+are in the reference, too, and are looked for here.
 """
 
 import inspect
@@ -18,51 +19,59 @@ from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.rows import StepVerdict
 
-NEARER = 0.05  # of the error that is to be explained, what may be left of it
+# The share of an error that may be left where something explains it
+NEARER = 0.05
 
 
 def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor, found: Computed) -> None:
-    """Labels are shifted before samples are cut, and a piece has those of its own tokens."""
-    own, targets = piece.pieces.places[piece.number], found.mean.targets
+    """Judge whether labels were shifted before samples were cut, and whether a piece has the labels of its own tokens.
+
+    `ids` (rows, length) are the tokens of the whole samples, and `found` is what the reference gave for the
+    piece.
+    """
+    positions, targets = piece.pieces.places[piece.number], found.mean.targets
+    # The positions whose next token is in the same piece
     inside = torch.ones(piece.pieces.length, dtype=torch.bool)
-    # Where the next token is that of another piece
     inside[[*piece.pieces.seams().tolist(), -1]] = False
-    lost = _is_lost(piece, ~inside)
+    is_lost = _is_lost(piece, ~inside)
     if targets is not None and found.mean.labels:
         labels = called.tensors[found.mean.labels]
-        lost = not torch.equal(targets >= 0, torch.isin(labels, torch.tensor(IGNORED), invert=True))
-    if lost:
+        is_lost = not torch.equal(targets >= 0, torch.isin(labels, torch.tensor(IGNORED), invert=True))
+    if is_lost:
         verdict.wrong.append(
             "labels are shifted after samples were cut, so the last position of a piece is trained to give no token; "
             "shift them before (shift_labels of transformers)"
         )
-    if lost or targets is None:
+    if is_lost or targets is None:
         return
-    following = F.pad(ids[:, 1:], (0, 1), value=-1)
-    wrong = (targets >= 0) & (targets != following)
-    # A window may be cut from a text that goes on: which token follows its last one is not known. But where pieces were exchanged, that is the
-    # first one of a piece, and the end of the text is at a seam.
+    next_ids = F.pad(ids[:, 1:], (0, 1), value=-1)
+    is_wrong = (targets >= 0) & (targets != next_ids)
+    # A sequence may be cut from a text that goes on, so which token follows its last one is not known. But if
+    # pieces were exchanged, the last target is the first token of a piece, and the text ends at a seam.
     seams = piece.pieces.seams()
-    begins = torch.cat([ids[:, :1], ids[:, seams + 1]], 1)
-    wrong[:, -1] &= (targets[:, seams] < 0).any(1) & (targets[:, -1:] == begins).any(1)
-    if wrong.any() and not wrong[:, inside].any():
+    first_ids = torch.cat([ids[:, :1], ids[:, seams + 1]], 1)
+    is_wrong[:, -1] &= (targets[:, seams] < 0).any(1) & (targets[:, -1:] == first_ids).any(1)
+    if is_wrong.any() and not is_wrong[:, inside].any():
         verdict.wrong.append(
             f"the last position of the piece of rank {called.ranks[0]} is not trained to give the token after it: "
             "pieces do not lie where their positions say, or labels are shifted after samples were cut"
         )
     for other, places in zip(piece.all, piece.pieces.places, strict=True):
-        if wrong[:, inside].any() and len(places) == len(own):
-            known = (targets[:, own] >= 0) & inside[own]
-            if torch.equal(targets[:, own][known], following[:, places][known]):
+        if is_wrong[:, inside].any() and len(places) == len(positions):
+            known = (targets[:, positions] >= 0) & inside[positions]
+            if torch.equal(targets[:, positions][known], next_ids[:, places][known]):
                 verdict.wrong.append(
                     f"rank {called.ranks[0]} has the labels of the piece of rank {other.ranks[0]}"
                 )
 
 
 def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
-    """Whether no gradient arrives at the `last` position of any piece, though it does at those beside it."""
-    arrived = [one for called in piece.all for one in called.arrived.values() if one.ndim == 3]
-    whole = piece.pieces.joined([one.any(-1) for one in arrived]) if len(arrived) == len(piece.all) else None
+    """Whether no gradient arrived at the last position of any piece, though they arrived at those beside it.
+
+    `last` (length) says which positions of the whole are the last of a piece.
+    """
+    gradients = [g for micro_batch in piece.all for g in micro_batch.arrived.values() if g.ndim == 3]
+    whole = piece.pieces.joined([g.any(-1) for g in gradients]) if len(gradients) == len(piece.all) else None
     if whole is None:
         return False
     at = last[1:-1].nonzero()[:, 0] + 1
@@ -71,41 +80,43 @@ def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
 
 
 def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
-    """Why an output of a module, as forward/0/MODULE, is wrong, if ranks have pieces of the same samples whose positions begin again.
+    """Explain why an output of a module, forward/0/MODULE, is wrong, if ranks have pieces of the same samples.
 
-    Raises UserError if they are pieces, and nothing says so.
+    Returns a sentence if positions that begin at 0 in each piece explain the output, and [] if nothing does.
+    Raises UserError if ranks have pieces of the same samples and nothing says where each belongs.
     """
-    about = reference.recording.steps[reference.step - 1]
-    groups = {tuple(group) for one in about.values() for group in one.groups}
+    records = reference.recording.steps[reference.step - 1]
+    groups = {tuple(group) for record in records.values() for group in record.groups}
     for group in sorted(groups, key=len):
-        members = [one for one in micro if one.number == 0 and one.ranks[0] in group]
-        shapes = {one.shape for called in members for one in called.tensors.values() if one.ndim == 2}
+        members = [member for member in micro if member.number == 0 and member.ranks[0] in group]
+        shapes = {x.shape for member in members for x in member.tensors.values() if x.ndim == 2}
         if len(members) < 2 or len(shapes) != 1:
             continue
-        given = any(pieces.positions_of(one.tensors) is not None for one in members)
-        takes = "position_ids" in inspect.signature(reference.model.forward).parameters
+        has_positions = any(pieces.positions_of(member.tensors) is not None for member in members)
+        takes_positions = "position_ids" in inspect.signature(reference.model.forward).parameters
         ((rows, length),) = shapes
-        written = [reference.recording.of_modules(reference.step, one) for one in members]
-        observed = [one[name][0][1] for one in written if name in one]
-        right = [reference.outputs(called)[name] for called in members]
+        recorded = [reference.recording.of_modules(reference.step, member) for member in members]
+        observed = [outputs[name][0][1] for outputs in recorded if name in outputs]
+        right = [reference.outputs(member)[name] for member in members]
         for cut in pieces.layouts([length] * len(members)):
-            joined = {key: cut.joined([one.tensors[key] for one in members]) for key in members[0].tensors}
-            tensors = members[0].tensors | {key: one for key, one in joined.items() if one is not None}
-            # Or transformers takes pieces for documents
+            joined = {k: cut.joined([member.tensors[k] for member in members]) for k in members[0].tensors}
+            tensors = members[0].tensors | {k: whole for k, whole in joined.items() if whole is not None}
+            # Without a mask, transformers takes the pieces for documents.
             mask = tensors.get("attention_mask", torch.ones(rows, cut.length))
-            again = cut.joined([torch.arange(length)[None]] * len(members))
-            for positions in (again, torch.arange(cut.length)[None])[not takes :]:
+            from_zero = cut.joined([torch.arange(length)[None]] * len(members))
+            for positions in (from_zero, torch.arange(cut.length)[None])[not takes_positions :]:
                 assert positions is not None
                 instead = {"position_ids": positions, "attention_mask": mask}
-                called = replace(members[0], tensors=tensors, instead=instead)
-                whole = reference.outputs(called).get(name)
-                if whole is None:  # such as of more positions than there are
+                trial = replace(members[0], tensors=tensors, instead=instead)
+                output = reference.outputs(trial).get(name)
+                # The model may not take as many positions.
+                if output is None:
                     continue
-                parts = [cut.cut(whole, number, own.shape) for number, own in enumerate(observed)]
+                parts = [cut.cut(output, number, tensor.shape) for number, tensor in enumerate(observed)]
                 if not explains(observed, parts, right):
                     continue
                 who = f"ranks {', '.join(map(str, group))} have pieces of the same samples"
-                if given or positions is again:
+                if has_positions or positions is from_zero:
                     return [
                         f"{who}, and each begins at position 0: give the model the positions that they have in the whole"
                     ]
@@ -116,14 +127,17 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
 
 
 def explain_cache(reference: Reference, called: Called, name: str) -> list[str]:
-    """Why an output of a module is wrong, if the model gave it while it kept keys and values, as it does without use_cache=False."""
-    own = reference.recording.of_modules(reference.step, called).get(name)
-    if own is None or "use_cache" not in inspect.signature(reference.model.forward).parameters:
+    """Explain why an output of a module is wrong, if the model keeps keys and values, as without use_cache=False.
+
+    Returns a sentence if that explains the output, and [] if it does not.
+    """
+    recorded = reference.recording.of_modules(reference.step, called).get(name)
+    if recorded is None or "use_cache" not in inspect.signature(reference.model.forward).parameters:
         return []
-    kept = replace(called, instead={"use_cache": called.about.plain.get("use_cache")})
-    observed = [own[0][1]]
-    with_it, without = ([reference.outputs(one)[name]] for one in (kept, called))
-    if not explains(observed, with_it, without):
+    as_recorded = replace(called, instead={"use_cache": called.about.plain.get("use_cache")})
+    observed = [recorded[0][1]]
+    with_cache, without = ([reference.outputs(trial)[name]] for trial in (as_recorded, called))
+    if not explains(observed, with_cache, without):
         return []
     return [
         "the model keeps keys and values, and then computes otherwise, as transformers does not look for documents in position_ids: call it with use_cache=False"
@@ -131,12 +145,12 @@ def explain_cache(reference: Reference, called: Called, name: str) -> list[str]:
 
 
 def explains(observed: list[torch.Tensor], instead: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether `instead` leaves next to nothing of the error that tensors have, held against what is `right`."""
-    error, left = _error(observed, right), _error(observed, instead)
-    return error > 0 and left <= NEARER * min(error, 1.0)
+    """Whether `instead` explains the error of the observed tensors against `right`: it leaves next to nothing of it."""
+    error, rest = _largest_error(observed, right), _largest_error(observed, instead)
+    return error > 0 and rest <= NEARER * min(error, 1.0)
 
 
-def _error(observed: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """The largest relative one; infinite for other shapes."""
+def _largest_error(observed: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Return the largest relative error of the tensors; infinite if shapes differ."""
     pairs = zip(observed, right, strict=True)
     return max(distance_of(*pair).relative if pair[0].shape == pair[1].shape else math.inf for pair in pairs)

@@ -1,4 +1,4 @@
-"""What is wrong with a recorded step that its ranks show without a reference: in what they must have alike, in clipping, and in their samples."""
+"""Judge the ranks of a recorded step without a reference: what they must have alike, clipping, and their samples."""
 
 import itertools
 import math
@@ -17,71 +17,86 @@ from lockstep.verdict.rows import StepVerdict, Wrong
 
 KINDS = {"weight": "weights", "gradient": "gradients", "unclipped": "gradients before clipping"}
 
-# Standard deviations that rounding may move a norm by, of which there are a few in a run
+# Rounding moves a norm by at most so many standard deviations, as there are a few norms in a run.
 OF_NOISE = 4
 
 
 class Ranks:
-    """Adds sentences to the verdict. `micro` are the micro batches that count; `streamed`: memory does not hold a whole model."""
+    """Judges the ranks of a step, and adds sentences to the verdict.
+
+    `micro` are the micro batches that count. `streamed`: memory does not hold a whole model.
+    """
 
     def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
         self.replicas = Replicas(recording, verdict, micro)
-        self.reduced_later = False  # gradients of replicas, by an optimizer itself
-        self.unreduced: Wrong | None = None  # what is said of those that were not reduced
-        self.odd = 0  # a rank that has others than the first
-        self.of_update: list[str] = []  # what is wrong after it
-        self.of_clips: list[str] = []  # how ranks clip otherwise, which may be since their gradients differ
+        # Whether an optimizer reduces the gradients of replicas itself
+        self.reduced_later = False
+        # The sentence about gradients that were not reduced
+        self.unreduced: Wrong | None = None
+        # A rank whose gradients or weights differ from those of the first
+        self.odd = 0
+        # What is wrong after the update
+        self.of_update: list[str] = []
+        # How ranks clip otherwise, which may be because their gradients differ
+        self.of_clips: list[str] = []
 
     def agreed(self, kind: str) -> Gradients:
-        """Whole tensors by name; what replicas disagree in is wrong."""
-        found, differ = dict[str, torch.Tensor](), []
+        """Return the whole tensors of a kind of `KINDS`, by name, and judge whether replicas have the same."""
+        tensors, differ = dict[str, torch.Tensor](), []
         names = self.recording.names(self.verdict.step, kind)
-        if kind == "gradient":  # none that an optimizer is given later, if at all
+        if kind == "gradient":
+            # Leave out gradients that an optimizer is given later, if at all.
             waiting = self.recording.waiting(self.verdict.step)
             names = [name for name in names if name not in waiting]
         for name in names:
-            tensor, odd = self.recording.whole(self.verdict.step, f"{kind}/{name}")
+            tensor, odd_ranks = self.recording.whole(self.verdict.step, f"{kind}/{name}")
             if not self.streamed:
-                found[name] = tensor
-            if odd:
-                differ.append((name, odd[0]))
-        if kind == "gradient" and differ and self._reduces_itself([name for name, _ in differ]):
+                tensors[name] = tensor
+            if odd_ranks:
+                differ.append((name, odd_ranks[0]))
+        if kind == "gradient" and differ and self._optimizer_reduces([name for name, _ in differ]):
             self.reduced_later, differ = True, []
         if differ:
             if kind == "gradient":
                 # A norm over gradients that are not reduced makes the others differ, too.
-                differ = [one for one in differ if not self.replicas.only_clipped_otherwise(*one)] or differ
-                self.verdict.differ = [one for one, _ in differ]
+                differ = [d for d in differ if not self.replicas.only_clipped_otherwise(*d)] or differ
+                self.verdict.differ = [name for name, _ in differ]
             name, self.odd = differ[0]
-            where = and_more([f"{one} on rank {odd}" for one, odd in differ])
+            where = and_more([f"{parameter} on rank {rank}" for parameter, rank in differ])
             why = self.replicas.why(self.odd, name) if kind == "gradient" else ""
-            said = Wrong(f"{KINDS[kind]} differ between ranks that hold the same: {where}", why)
-            self.verdict.wrong.append(said)
-            self.unreduced = said if NOT_REDUCED in why else self.unreduced
+            message = Wrong(f"{KINDS[kind]} differ between ranks that hold the same: {where}", why)
+            self.verdict.wrong.append(message)
+            self.unreduced = message if NOT_REDUCED in why else self.unreduced
         if not self.streamed and not self.reduced_later:
-            return found
+            return tensors
         return Lazy(names, lambda name: self.whole(self.verdict.step, f"{kind}/{name}"))
 
     def whole(self, step: int, name: str) -> torch.Tensor:
-        """A gradient that an optimizer reduces itself is the mean of those of the replicas."""
+        """Return a whole tensor. A gradient that an optimizer reduces itself is the mean of those of the replicas."""
         mean = self.reduced_later and name.startswith("gradient/")
         return self.recording.whole(step, name, mean=mean)[0]
 
     def say_of_unreduced(self, said: str, *, instead: bool = False) -> None:
-        """What is known of gradients that were not reduced, to be read after it, or `instead` of it where they were."""
+        """Add `said` to the sentence about gradients that were not reduced, if there is one.
+
+        `instead`: put it in the place of the end of that sentence, as they were reduced.
+        """
         if self.unreduced:
             wrong = self.verdict.wrong
             place = wrong.index(self.unreduced)
             what = self.unreduced.what
-            wrong[place] = found = Wrong(what, said if instead else self.unreduced.removeprefix(what) + said)
-            self.unreduced = None if instead else found
+            wrong[place] = new = Wrong(what, said if instead else self.unreduced.removeprefix(what) + said)
+            self.unreduced = None if instead else new
 
     def before_clipping_by_value(self, gradients: Gradients) -> Gradients:
-        """The gradients, those that were clipped by value as they were before. Judges what clipping made of them."""
+        """Return the gradients as they were before they were clipped by value, and judge what clipping made of them.
+
+        Raises UserError for gradients that were then clipped by a norm.
+        """
         clips = self.ranks[0].clips
-        by_value = [one for one in clips if one.by_value]
+        by_value = [clip for clip in clips if clip.by_value]
         if not by_value:
             return gradients
         if not clips[-1].by_value:
@@ -90,7 +105,7 @@ class Ranks:
             )
         before = self.agreed("unclipped")
         for name, gradient in before.items():
-            bound = min(one.max_norm for one in by_value if one.has(name))
+            bound = min(clip.max_norm for clip in by_value if clip.has(name))
             if not torch.equal(gradients[name], gradient.clamp(-bound, bound)):
                 self.verdict.wrong.append(
                     f"gradient/{name} is not what is left of it when elements are clipped to {bound:.7g}"
@@ -99,39 +114,43 @@ class Ranks:
         return Lazy(gradients, lambda name: before[name] if name in before else gradients[name])
 
     def norm_of_steps(self, names: Collection[str]) -> float:
-        """The norm that these gradients have in this step and in another that was recorded, as after clipping; 0 if none has it."""
+        """Return the norm that these gradients have both in this step and in another recorded one; 0 if there is none.
+
+        Gradients that the loop itself clipped have the same norm in several steps.
+        """
         step = self.verdict.step
         own, *others = (
-            _norm_and_noise(self.whole(one, f"gradient/{name}") for name in names)
-            for one in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
-            if set(names) <= set(self.recording.names(one, "gradient"))
+            _norm_and_noise(self.whole(number, f"gradient/{name}") for name in names)
+            for number in (step, *(set(range(1, len(self.recording.steps) + 1)) - {step}))
+            if set(names) <= set(self.recording.names(number, "gradient"))
         )
         same = (is_same_norm(own[0], norm, OF_NOISE * math.hypot(own[1], noise)) for norm, noise in others)
         return own[0] if any(same) else 0.0
 
     def clipped_apart(self) -> list[str]:
-        """Whether what each rank has of the gradient has one norm, as where each clips by the norm of its shards alone."""
+        """Return a sentence if the shards of all ranks have one norm, as where each clips by the norm of its own."""
         step = self.verdict.step
         names = [f"gradient/{name}" for name in self.recording.names(step, "gradient")]
         whole = _norm(self.whole(step, name) for name in names)
         norms = [_norm(self.recording.part(rank, step, name) for name in names) for rank in self.ranks]
-        if not all(is_same_norm(one, norms[0]) for one in norms) or is_same_norm(whole, norms[0]):
+        if not all(is_same_norm(norm, norms[0]) for norm in norms) or is_same_norm(whole, norms[0]):
             return []
         return [
             f"shards of the gradient have a norm of {norms[0]:.5g} on each rank, so each was clipped by the norm of its own, and not by that of the whole gradient"
         ]
 
-    def _reduces_itself(self, differ: list[str]) -> bool:
-        """Whether an optimizer makes one update of gradients that differ between replicas.
+    def _optimizer_reduces(self, differ: list[str]) -> bool:
+        """Whether an optimizer makes one update of gradients that differ between replicas. `differ` has their names.
 
-        Weights that are the same afterwards may also be one rank's, so the loop must have called collectives that reduce as much. They may
-        also be the same by accident, such as after Adam's first step, which has the signs of the gradient alone: most are by none.
+        The weights are then the same after the update. They may also be those of one rank, so the loop must
+        have called collectives that reduce as many elements. Some may be the same by accident, such as after
+        Adam's first step, which has the signs of the gradient alone. So most of them must be the same.
         """
         size, apart = 0, []
         for name in differ:
-            updated, odd = self.recording.whole(self.verdict.step, f"updated/{name}")
-            size += 0 if odd else updated.numel()
-            apart += [f"{name} on rank {odd[0]}"] if odd else []
+            updated, odd_ranks = self.recording.whole(self.verdict.step, f"updated/{name}")
+            size += 0 if odd_ranks else updated.numel()
+            apart += [f"{name} on rank {odd_ranks[0]}"] if odd_ranks else []
         if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
             return False
         if apart:
@@ -141,7 +160,10 @@ class Ranks:
         return True
 
     def unlike(self, module: str, ranks: list[int]) -> list[str]:
-        """In which attribute the module of one of these ranks differs from that of rank 0, which the reference has."""
+        """Return a sentence on an attribute of a module that one of these ranks does not have as rank 0; [] if none.
+
+        The reference has the attributes of rank 0.
+        """
         return [
             f"{name.replace(':', '.')} of ranks 0 and {rank} differ, "
             + f"{value} and {self.ranks[rank].attributes[name]}, " * (not isinstance(value, (dict, list)))
@@ -152,6 +174,7 @@ class Ranks:
         ][:1]
 
     def judge_launch(self) -> None:
+        """Judge whether several processes were started that make no process group."""
         first = self.ranks[0]
         if first.launched > first.world_size == 1:
             self.verdict.wrong.append(
@@ -159,87 +182,96 @@ class Ranks:
             )
 
     def judge_clips(self) -> None:
-        """All ranks clip by the norm of the whole gradient, so by one norm, but for the rounding errors of a sum.
+        """Judge whether all ranks clip by the same norms: those of whole gradients, but for the rounding errors of a sum.
 
-        Of a gradient that was not complete yet, they have other norms for this reason.
+        If a gradient was clipped before it was complete, the norms differ for this reason, and are not
+        judged.
         """
-        if not any(one.clipped_early is not None for one in self.ranks.values()):
-            self.of_clips = list(itertools.islice(self._clips_apart(), 1))
+        if not any(record.clipped_early is not None for record in self.ranks.values()):
+            self.of_clips = list(itertools.islice(self._differing_clips(), 1))
             self.verdict.wrong += self.of_clips
 
-    def _clips_apart(self) -> Iterator[str]:
+    def _differing_clips(self) -> Iterator[str]:
+        """Yield a sentence for each clip by a norm that differs between the first rank and another."""
         (first, mine), *others = (
-            (rank, [one for one in about.clips if not one.by_value]) for rank, about in self.ranks.items()
+            (rank, [c for c in record.clips if not c.by_value]) for rank, record in self.ranks.items()
         )
         for rank, clips in others:
             for own, other in zip(mine, clips, strict=False):
+                # It is the gradient that is not finite.
                 if not math.isfinite(own.norm) and not math.isfinite(other.norm):
-                    return  # it is the gradient that is not finite
+                    return
                 if not is_same_norm(own.norm, other.norm):
                     yield f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
             if len(mine) != len(clips):
                 yield f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
 
     def require_returned(self) -> None:
-        """Raises UserError where a loss depends on more of the forward pass than what the model returns: no reference knows how."""
-        called = next((one for one in self.micro if one.about.around is not None), None)
-        if called is not None:
-            of = f", such as the output of {called.about.around}" * bool(called.about.around)
+        """Raise UserError if a loss depends on more of the forward pass than the model returns: no reference knows how."""
+        micro_batch = next((m for m in self.micro if m.about.around is not None), None)
+        if micro_batch is not None:
+            example = f", such as the output of {micro_batch.about.around}" * bool(micro_batch.about.around)
             raise UserError(
-                f"the loss of micro batch {called.number} of rank {called.ranks[0]} uses tensors of the forward pass that the model does not return{of}: "
+                f"the loss of micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} uses tensors of the forward pass that the model does not return{example}: "
                 "return them from forward, or let it keep them in an attribute of the module"
             )
 
     def note_losses(self) -> None:
-        """What a loop gives a function that is hardly meant, though one process would compute the same."""
-        seen = [(one, loss) for one in self.micro for loss in one.about.losses if loss.odd]
-        if seen and self.verdict.step == 1:
-            called, loss = seen[0]
+        """Note what the loop gives a loss function that is hardly meant, though one process would compute the same."""
+        odd = [(m, loss) for m in self.micro for loss in m.about.losses if loss.odd]
+        if odd and self.verdict.step == 1:
+            micro_batch, loss = odd[0]
             self.verdict.notes.append(
-                f"{loss.function} {printable(loss.odd)} (in micro batch {called.number} of rank {called.ranks[0]})"
+                f"{loss.function} {printable(loss.odd)} (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
             )
 
     def judge_unused(self, unused: list[Called]) -> None:
-        first = min(one.number for one in self.micro)
+        """Judge the micro batches whose outputs no gradient arrived at.
+
+        The first calls of the first step may be a trial, if all micro batches of the last recorded step
+        count.
+        """
+        first = min(micro_batch.number for micro_batch in self.micro)
         later = self.recording.steps[1:]
-        tried = bool(later) and all(one.used for about in later[-1].values() for one in about.micro_batches)
-        before = [one for one in unused if tried and self.verdict.step == 1 and one.number < first]
-        if before:
-            number = len({one.number for one in before})
+        all_used = bool(later) and all(m.used for record in later[-1].values() for m in record.micro_batches)
+        trials = [m for m in unused if all_used and self.verdict.step == 1 and m.number < first]
+        if trials:
+            number = len({micro_batch.number for micro_batch in trials})
             self.verdict.notes.append(
                 f"the first {f'{number} calls of the model count' if number > 1 else 'call of the model counts'} for nothing: "
                 "taken for a trial, as none in the last step does"
             )
-        for called in unused:
-            if called in before or self._is_given_later(called):
+        for micro_batch in unused:
+            if micro_batch in trials or self._is_given_later(micro_batch):
                 continue
             self.verdict.wrong.append(
-                f"micro batch {called.number} of rank {called.ranks[0]} does not count: no gradient arrived at what the model returned for it"
+                f"micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
 
-    def _is_given_later(self, called: Called) -> bool:
-        """Whether a later micro batch is called with what the model returned for this one, as a discriminator is with what a generator made.
+    def _is_given_later(self, micro_batch: Called) -> bool:
+        """Whether the model is called later with what it returned here, as a discriminator with what a generator made.
 
-        Only where optimizers take turns: in other loops, what is cut off there was to be trained on, such as an earlier piece of a sequence.
+        Only where optimizers take turns: in other loops, what is cut off there was to be trained on, such as
+        an earlier piece of a sequence.
         """
         step = self.verdict.step
         if not self.recording.waiting(step):
             return False
-        found = self.recording.of_modules(step, called)
-        returned = [one for name, of in found.items() if name.startswith("forward/") for _, one in of]
+        outputs = self.recording.of_modules(step, micro_batch)
+        returned = [x for name, pairs in outputs.items() if name.startswith("forward/") for _, x in pairs]
         return any(
-            given.is_floating_point() and given.dtype == one.dtype and torch.equal(given, one)
+            tensor.is_floating_point() and tensor.dtype == output.dtype and torch.equal(tensor, output)
             for later in self.micro
-            if later.number > called.number and later.ranks == called.ranks
-            for given in later.tensors.values()
-            for one in returned
+            if later.number > micro_batch.number and later.ranks == micro_batch.ranks
+            for tensor in later.tensors.values()
+            for output in returned
         )
 
     def judge_skipped(self) -> None:
-        """A loop may skip a step, but hardly one before each."""
-        skipped = [steps[0].skipped for steps in self.recording.steps]
-        windows = [one.skipped for one in self.ranks.values()]
-        overflowed = [one.overflowed for one in self.ranks.values()]
+        """Judge whether steps were skipped. A loop may skip a step, but hardly one before each."""
+        skipped = [records[0].skipped for records in self.recording.steps]
+        windows = [record.skipped for record in self.ranks.values()]
+        overflowed = [record.overflowed for record in self.ranks.values()]
         if len(set(overflowed)) > 1:
             self.verdict.wrong.insert(
                 0,
@@ -264,61 +296,66 @@ class Ranks:
             )
 
     def judge_modes(self) -> None:
-        """All micro batches are computed in one precision, and a module in one mode on all ranks."""
-        used = {(rank, one.number) for one in self.micro for rank in one.ranks}
+        """Judge whether all micro batches are computed in one precision, and each module in one mode on all ranks."""
+        used = {(rank, micro_batch.number) for micro_batch in self.micro for rank in micro_batch.ranks}
         first, *others = (
             (f"micro batch {number} of rank {rank}", self.ranks[rank].micro_batches[number].autocast)
             for rank, number in sorted(used)
         )
-        other = next((one for one in others if one[1] != first[1]), None)
+        other = next((pair for pair in others if pair[1] != first[1]), None)
         if other is not None:
             how, how_other = (
-                "without autocast" if one is None else f"in {one}" for one in (first[1], other[1])
+                "without autocast" if dtype is None else f"in {dtype}" for dtype in (first[1], other[1])
             )
             self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
-        of_ranks = [[set(one.evaluated) for one in about.micro_batches] for about in self.ranks.values()]
-        for number, modes in enumerate(zip(*of_ranks, strict=False)):
-            said = _on_some(modes, ": in evaluation mode on")
-            if said:
-                self.verdict.wrong.append(f"{said} alone (micro batch {number})")
+        # Of each rank and micro batch, the modules in evaluation mode
+        by_rank = [[set(m.evaluated) for m in record.micro_batches] for record in self.ranks.values()]
+        for number, modules in enumerate(zip(*by_rank, strict=False)):
+            text = _on_some_ranks(modules, ": in evaluation mode on")
+            if text:
+                self.verdict.wrong.append(f"{text} alone (micro batch {number})")
                 return
-        if self.verdict.step == 1 and all("" in modes for each in of_ranks for modes in each):
+        if self.verdict.step == 1 and all("" in modules for of_rank in by_rank for modules in of_rank):
             self.verdict.notes.append(
                 "the model is trained in evaluation mode, without dropout: if that is not meant, call model.train() before the loop"
             )
 
     def note_draws(self) -> None:
-        """Ranks whose generators have the same state draw the same random numbers for different samples."""
-        drawn = {
-            one.ranks[0]: one.random
-            for one in self.micro
-            if one.random is not None and one.number == 0 and one.piece is None
+        """Note ranks that draw the same random numbers for different samples, as their generators have the same state."""
+        states = {
+            micro_batch.ranks[0]: micro_batch.random
+            for micro_batch in self.micro
+            if micro_batch.random is not None and micro_batch.number == 0 and micro_batch.piece is None
         }
-        same = (
-            (one, other)
-            for one, other in itertools.combinations(drawn, 2)
-            if torch.equal(drawn[one], drawn[other])
+        pairs = (
+            (rank, other)
+            for rank, other in itertools.combinations(states, 2)
+            if torch.equal(states[rank], states[other])
         )
-        pair = next(same, None) if self.verdict.step == 1 else None
+        pair = next(pairs, None) if self.verdict.step == 1 else None
         if pair is not None:
             self.verdict.notes.append(
                 f"ranks {pair[0]} and {pair[1]} draw the same random numbers, such as for dropout, since their generators have the same state"
             )
 
     def untied(self, weights: Gradients) -> bool:
-        """Whether tied parameters are no longer one. Raises UserError where others came or went: no reference has them."""
+        """Whether tied parameters are no longer one.
+
+        Raises UserError if parameters came or went since the recording began, or differ between ranks: no
+        reference has them.
+        """
         model = self.recording.skeleton
-        own, with_tied = (
+        names, with_tied = (
             {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (True, False)
         )
-        new, gone = sorted(weights.keys() - own), sorted(own - weights.keys())
-        apart = next(
-            (rank for rank, one in self.ranks.items() if one.of_model != self.ranks[0].of_model), None
+        new, gone = sorted(weights.keys() - names), sorted(names - weights.keys())
+        odd_rank = next(
+            (rank for rank, record in self.ranks.items() if record.of_model != self.ranks[0].of_model), None
         )
-        if apart is not None:
-            odd = sorted(self.ranks[apart].of_model ^ self.ranks[0].of_model)[0]
+        if odd_rank is not None:
+            odd = sorted(self.ranks[odd_rank].of_model ^ self.ranks[0].of_model)[0]
             raise UserError(
-                f"ranks 0 and {apart} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
+                f"ranks 0 and {odd_rank} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
             )
         if gone or set(new) - with_tied:
             raise UserError(
@@ -332,38 +369,38 @@ class Ranks:
 
     def frozen_apart(self) -> bool:
         """Whether a parameter requires a gradient on some ranks alone."""
-        said = _on_some([set(one.frozen) for one in self.ranks.values()])
-        if said:
-            self.verdict.wrong.append(f"gradients are required on some ranks alone: not that of {said} alone")
-        return bool(said)
+        text = _on_some_ranks([set(record.frozen) for record in self.ranks.values()])
+        if text:
+            self.verdict.wrong.append(f"gradients are required on some ranks alone: not that of {text} alone")
+        return bool(text)
 
     def parted(self) -> bool:
-        """Whether ranks that share out what a module returns were called with different micro batches."""
-        for called in self.micro:
-            parted = self.recording.parted(self.verdict.step, called)
+        """Whether ranks that each have a part of a module's output were called with different micro batches."""
+        for micro_batch in self.micro:
+            parted = self.recording.parted(self.verdict.step, micro_batch)
             if parted:
                 name, rank = parted
                 self.verdict.wrong.append(
-                    f"ranks {called.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {called.number}"
+                    f"ranks {micro_batch.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {micro_batch.number}"
                 )
                 return True
         return False
 
     def clipped_in_parts(self, gradients: Gradients) -> bool:
-        """Whether the gradient was clipped before it was complete, or only a part of it."""
+        """Whether the gradient was clipped before it was complete, after the update, or only in part."""
         wrong = self.verdict.wrong
-        for rank, about in self.ranks.items():
-            micro, early = len(about.micro_batches), about.clipped_early
+        for rank, record in self.ranks.items():
+            number, early = len(record.micro_batches), record.clipped_early
             if early is not None:
                 wrong.append(
-                    f"rank {rank} clipped after micro batch {early - 1} of {micro}: the gradient was not complete"
+                    f"rank {rank} clipped after micro batch {early - 1} of {number}: the gradient was not complete"
                 )
                 return True
-            if any(clip.too_late for clip in about.clips):
+            if any(clip.too_late for clip in record.clips):
                 wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                 return True
-            without = sorted(name for name in gradients if not any(one.has(name) for one in about.clips))
-            if about.clips and without:
+            without = sorted(name for name in gradients if not any(clip.has(name) for clip in record.clips))
+            if record.clips and without:
                 wrong.append(
                     f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"
                 )
@@ -371,7 +408,10 @@ class Ranks:
         return False
 
     def judge_samples(self) -> None:
-        """Ranks that hold the same weights, whole or the same shards, are data-parallel, so they must see different samples."""
+        """Judge whether data-parallel ranks see different samples.
+
+        Ranks that hold the same weights, whole or the same shards, are data-parallel.
+        """
         for one, other in itertools.combinations(self.micro, 2):
             if one.first is not other.first and one.has_same(other.tensors, other.about):
                 if _are_views(one, other):
@@ -381,62 +421,74 @@ class Ranks:
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )
                 return
-        twice = next((called for called in self.micro if len(called.ranks) > 1), None)
-        if twice is None:
+        shared = next((micro_batch for micro_batch in self.micro if len(micro_batch.ranks) > 1), None)
+        if shared is None:
             return
         where = (
-            f"ranks {', '.join(map(str, twice.ranks))} were called with the same micro batch {twice.number}"
+            f"ranks {', '.join(map(str, shared.ranks))} were called with the same micro batch {shared.number}"
         )
-        why = self._not_divided(twice)
+        why = self._why_undivided(shared)
         if why:
             self.verdict.wrong.append(f"{where}, though {why}")
         else:
             self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
 
     def drawn_apart(self) -> bool:
-        """Whether replicas drew random numbers, each its own, over one micro batch: no reference has both, and the samples are not divided."""
-        drawn = any(
-            called.random is not None and len(called.ranks) > 1 and self._not_divided(called)
-            for called in self.micro
-        )
-        if drawn:
-            self.judge_samples()
-        return drawn
+        """Whether replicas each drew their own random numbers for one micro batch.
 
-    def _not_divided(self, twice: Called) -> str:
-        """Why the ranks that were called with a micro batch should each have had another; "" if they have parts of one model."""
-        first, *others = twice.ranks
+        No reference has the numbers of both. The samples are not divided, which is judged.
+        """
+        is_drawn = any(
+            micro_batch.random is not None and len(micro_batch.ranks) > 1 and self._why_undivided(micro_batch)
+            for micro_batch in self.micro
+        )
+        if is_drawn:
+            self.judge_samples()
+        return is_drawn
+
+    def _why_undivided(self, micro_batch: Called) -> str:
+        """Return why the ranks of a micro batch should each have had another one; "" if they have parts of one model."""
+        first, *others = micro_batch.ranks
         if set(others) & set(self.ranks[first].data_parallel):
             return "FSDP2 divides the samples among them"
-        held: dict[str, int] = {}  # the places of weights -> the first rank that has these
-        again = ((held.setdefault(shards_of(self.ranks[rank]), rank), rank) for rank in twice.ranks)
-        alike = next((pair for pair in again if pair[0] != pair[1]), None)
-        if alike is None:
+        # By the places of shards: the first rank that has these
+        owner: dict[str, int] = {}
+        pairs = ((owner.setdefault(shards_of(self.ranks[rank]), rank), rank) for rank in micro_batch.ranks)
+        replicas = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if replicas is None:
             return ""
-        return f"ranks {alike[0]} and {alike[1]} hold the same weights: the samples are not divided among the ranks"
+        return f"ranks {replicas[0]} and {replicas[1]} hold the same weights: the samples are not divided among the ranks"
 
 
 def _are_views(one: Called, other: Called) -> bool:
     """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
-    random = [called.random for called in (one, other)]
-    drawn = random[0] is not None and random[1] is not None and not torch.equal(random[0], random[1])
-    drawn |= one.about.dropouts > 0 and other.about.dropouts > 0  # on a GPU
-    return drawn and one.ranks == other.ranks and other.about.together
+    states = [micro_batch.random for micro_batch in (one, other)]
+    draw_apart = states[0] is not None and states[1] is not None and not torch.equal(states[0], states[1])
+    # On a GPU, the calls of dropout say so.
+    draw_apart |= one.about.dropouts > 0 and other.about.dropouts > 0
+    return draw_apart and one.ranks == other.ranks and other.about.together
 
 
-def _on_some(of_ranks: Sequence[set[str]], are: str = " on") -> str:
-    """Which names are not in the sets of all ranks, and in those of which ranks the first is; "" if all have the same."""
-    differ = sorted(of_ranks[0].union(*of_ranks) - of_ranks[0].intersection(*of_ranks))
-    ranks = ", ".join(str(rank) for rank, own in enumerate(of_ranks) if differ and differ[0] in own)
-    return f"{and_more(differ)}{are} rank {ranks}" if differ else ""
+def _on_some_ranks(by_rank: Sequence[set[str]], link: str = " on") -> str:
+    """Return which names are in the sets of some ranks alone, and which ranks have the first of them; "" if none are.
+
+    `by_rank` has the set of each rank. `link` is the text between the names and the ranks.
+    """
+    names = sorted(by_rank[0].union(*by_rank) - by_rank[0].intersection(*by_rank))
+    ranks = ", ".join(str(rank) for rank, of_rank in enumerate(by_rank) if names and names[0] in of_rank)
+    return f"{and_more(names)}{link} rank {ranks}" if names else ""
 
 
 def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
-    return math.hypot(*(float(one.double().norm()) for one in tensors if one is not None))
+    """Return the norm of all these tensors together."""
+    return math.hypot(*(float(tensor.double().norm()) for tensor in tensors if tensor is not None))
 
 
 def _norm_and_noise(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
-    """The norm, and the relative standard deviation that it has as each element was rounded to its dtype, by up to a unit roundoff."""
+    """Return (the norm of all these tensors together, its relative standard deviation).
+
+    Each element was rounded to its dtype, by up to a unit roundoff.
+    """
     square = variance = 0.0
     for tensor in tensors:
         squares = tensor.double().square()

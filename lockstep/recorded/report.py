@@ -9,53 +9,56 @@ from lockstep.recorded.run import RunVerdict
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.rows import StepVerdict
 
-SHOWN = 5  # sentences of a step
+SHOWN = 5  # sentences of a step, at most
 
 
 def first_wrong(steps: list[StepVerdict], run: RunVerdict) -> tuple[str, list[str]]:
-    """("step 2: ", what is wrong in it) of the first step with anything wrong; else ("", what is wrong with the whole run)."""
-    found = ((f"step {one.step}: ", one.wrong) for one in steps if one.wrong)
-    return next(found, ("", run.wrong))
+    """Return what is wrong in the first step with anything wrong, as ("step 2: ", sentences).
+
+    If no step is wrong, return ("", what is wrong with the whole run).
+    """
+    wrong_steps = ((f"step {verdict.step}: ", verdict.wrong) for verdict in steps if verdict.wrong)
+    return next(wrong_steps, ("", run.wrong))
 
 
 def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
-    """The verdict in a dozen lines, the verdict itself last."""
-    found = []
+    """Return the report for a terminal, in about a dozen lines. The last line is the verdict."""
+    shown = []
     for verdict in steps:
         tokens = f", {verdict.tokens} tokens" if verdict.tokens else ""
         lowered = f", in {' and '.join(verdict.lowered)}" if verdict.lowered else ""
         pieces = f", in {verdict.pieces} pieces each" if verdict.pieces > 1 else ""
-        found.append(
+        shown.append(
             f"step {verdict.step}: {_count(verdict.micro_batches, 'micro batch', 'es')} of {_count(verdict.shares, 'data-parallel rank', 's')}{pieces}{tokens}{lowered}"
         )
         if verdict.named is not None:
-            right = abs(verdict.factor - 1) <= verdict.tolerated_weights
-            factor = "" if right else f"{verdict.factor:.7g} times "
+            is_right = abs(verdict.factor - 1) <= verdict.tolerated_weights
+            factor = "" if is_right else f"{verdict.factor:.7g} times "
             mean = verdict.named.weighting.label
-            found.append(f"  the gradient is {factor}that of {mean}{verdict.clipped}{verdict.difference}")
+            shown.append(f"  the gradient is {factor}that of {mean}{verdict.clipped}{verdict.difference}")
         farthest = max(verdict.rows, key=lambda row: row.multiple, default=None)
         if farthest is not None:
             near = sum(not row.too_far for row in verdict.rows)
-            share = farthest.multiple
-            how_far = f"{share:.2f} of" if share <= 1 else f"{share:.3g} times"
-            found.append(
+            multiple = farthest.multiple
+            how_far = f"{multiple:.2f} of" if multiple <= 1 else f"{multiple:.3g} times"
+            shown.append(
                 f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {farthest.name}, is {how_far} what is tolerated"
             )
-        found += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
-        found += [f"  note: {note}" for note in verdict.notes]
-    found.append(f"whole run: {run.steps} steps, {run.samples} samples")
-    found += [f"  {sentence}" for sentence in run.wrong]
-    found += [f"  note: {note}" for note in run.notes]
-    where, wrong = first_wrong(steps, run)
+        shown += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
+        shown += [f"  note: {note}" for note in verdict.notes]
+    shown.append(f"whole run: {run.steps} steps, {run.samples} samples")
+    shown += [f"  {sentence}" for sentence in run.wrong]
+    shown += [f"  note: {note}" for note in run.notes]
+    step, wrong = first_wrong(steps, run)
     if wrong:
-        return [*found, f"FAIL: {where}{wrong[0]}"]
-    left = dict.fromkeys(said for verdict in steps if verdict.unseen for said in verdict.unseen.split("; "))
+        return [*shown, f"FAIL: {step}{wrong[0]}"]
+    unseen = dict.fromkeys(part for verdict in steps if verdict.unseen for part in verdict.unseen.split("; "))
     means = dict.fromkeys(
         f"the gradient is that of {verdict.named.weighting.label}{verdict.difference}"
         for verdict in steps
         if verdict.named and verdict.difference
     )
-    return [*found, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *left])]
+    return [*shown, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *unseen])]
 
 
 def _count(number: int, word: str, ending: str) -> str:
@@ -63,11 +66,11 @@ def _count(number: int, word: str, ending: str) -> str:
 
 
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
-    """Print the verdict, write the reports, return the exit status."""
-    said = lines(steps, run)
-    write_text(folder / "report.md", _in_markdown(said))
+    """Print the report, write report.md and report.json, and return the exit status."""
+    shown = lines(steps, run)
+    write_text(folder / "report.md", _in_markdown(shown))
     content = {
-        "verdict": said[-1].split(":")[0],
+        "verdict": shown[-1].split(":")[0],
         "steps": [
             {
                 "step": verdict.step,
@@ -83,18 +86,19 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
         "run": dataclasses.asdict(run),
     }
     write_text(folder / "report.json", json.dumps(content))
-    print("\n".join(said[:-1]))
+    print("\n".join(shown[:-1]))
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
-    print(said[-1])
+    print(shown[-1])
     return int(content["verdict"] == "FAIL")
 
 
 def _in_markdown(said: list[str]) -> str:
-    """The verdict, then a list below the first line of each step."""
-    *found, verdict = said
-    below = [f"- {line.strip()}" if line.startswith("  ") else f"\n{line}\n" for line in found]
+    """Return the lines `said` as Markdown: the verdict, then the first line of each step with a list below it."""
+    *body, verdict = said
+    below = [f"- {line.strip()}" if line.startswith("  ") else f"\n{line}\n" for line in body]
     return "\n".join([verdict, *below, "", "report.html has all tensors.", ""])
 
 
 def _numbers(rows: list[Judgement]) -> dict[str, list[float]]:
+    """Return (relative error, multiple of what is tolerated, scale against the reference) of each row, by name."""
     return {row.name: [row.distance.relative, row.multiple, row.distance.scale] for row in rows}

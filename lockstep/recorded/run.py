@@ -1,4 +1,4 @@
-"""What is judged of a whole recorded run: which samples its ranks saw, and its learning rates."""
+"""Judge a whole recorded run: which samples its ranks saw, and its learning rates."""
 
 import itertools
 from collections import Counter
@@ -10,10 +10,14 @@ from lockstep.recorder.recorded_step import RunStep
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import Wrong
 
-FEW = 0.05  # of the samples, that a data set may hold twice
-AN_EPOCH = 0.9  # of a data set; the rest may be dropped at its end
-OFTEN = 3  # steps, in which ranks share a sample at the same places: by chance hardly ever
-IN_ORDER = 10  # samples: two epochs begin with the same ones by chance once in 10! times
+# A data set may hold this share of its samples twice.
+FEW = 0.05
+# An epoch has at least this share of a data set. The rest may be dropped at its end.
+AN_EPOCH = 0.9
+# In so many steps, ranks hardly share a sample at the same places by chance.
+OFTEN = 3
+# Two epochs begin with the same so many samples by chance once in 10! times.
+IN_ORDER = 10
 
 ONE_ORDER = "samples come in the same order in each epoch"
 NO_EPOCH = f"{ONE_ORDER}, though their sampler shuffles: sampler.set_epoch(epoch) is missing"
@@ -35,12 +39,14 @@ def judge(
     views: bool = False,
     recorded: int = 0,
 ) -> RunVerdict:
-    """`recordings` are those of one training, in order. `with_replacement`: samples are drawn so, and may come again at any time.
+    """Return the verdict on the whole run.
 
-    `cut` are the ranks that have pieces of the same samples; `views`: the model is called several times with one batch, for as many views
-    of it; `recorded` is how many steps, from the first on, are judged one by one.
+    `recordings` are those of one training, in order. `with_replacement`: samples are drawn with replacement,
+    and may come again at any time. `cut` has the ranks of each group that have pieces of the same samples.
+    `views`: the model is called several times with one batch, for as many views of it. `recorded` is how many
+    steps, from the first on, are judged one by one.
 
-    Raises UserError if their ranks are not the same.
+    Raises UserError if the recordings have different numbers of ranks.
     """
     runs = [recording.whole_run() for recording in recordings]
     if len({len(run) for run in runs}) > 1:
@@ -52,12 +58,13 @@ def judge(
     verdict = RunVerdict(min(len(steps) for steps in ranks))
     if not verdict.steps:
         verdict.notes.append("the program was killed before the last step that it was to record: not judged")
-    others = {rank for one in cut for rank in one[1:]}
-    whole = {one[0]: _of_pieces([ranks[rank] for rank in one]) for one in cut}
+    # The first rank of a group that has pieces stands for the group, and has the whole samples.
+    others = {rank for group in cut for rank in group[1:]}
+    whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
-    samples = [_in_turns(steps) for steps in _data_parallel(samples)]
+    samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
     _judge_division(verdict, samples, len(cut[0]) if cut else 1)
-    _judge_shares(verdict, ranks, cut)
+    _judge_given(verdict, ranks, cut)
     _judge_samples(verdict, samples, with_replacement=with_replacement)
     if not with_replacement:
         _judge_overlap(verdict, samples)
@@ -72,72 +79,78 @@ def judge(
 
 
 def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
-    """Of ranks that see the same samples throughout, the first."""
-    seen: dict[str, list[RunStep]] = {}
+    """Return the steps of data-parallel ranks: of ranks that see the same samples throughout, those of the first."""
+    first: dict[str, list[RunStep]] = {}
     for steps in ranks:
-        seen.setdefault(str([step.samples for step in steps]), steps)
-    return list(seen.values())
+        first.setdefault(str([step.samples for step in steps]), steps)
+    return list(first.values())
 
 
-def _in_turns(steps: list[RunStep]) -> list[RunStep]:
-    """Without the batches of a step that one optimizer makes which the step before had, which another one made, such as a generator's."""
+def _without_shared_batches(steps: list[RunStep]) -> list[RunStep]:
+    """Return the steps without batches that another optimizer had in the step before, such as a generator's.
+
+    The optimizers of such a loop take turns.
+    """
     return [
-        one.model_copy(update={"samples": [own if own not in before.samples else [] for own in one.samples]})
-        if one.optimizers and set(one.optimizers).isdisjoint(before.optimizers)
-        else one
-        for before, one in zip(steps[:1] + steps, steps, strict=False)
+        step.model_copy(update={"samples": [x if x not in before.samples else [] for x in step.samples]})
+        if step.optimizers and set(step.optimizers).isdisjoint(before.optimizers)
+        else step
+        for before, step in zip(steps[:1] + steps, steps, strict=False)
     ]
 
 
 def _without_views(step: RunStep) -> RunStep:
-    """Without the samples of a call that are those of the call before."""
+    """Return the step without the samples of each call that are those of the call before."""
     calls = zip([[]] + step.samples, step.samples, strict=False)
     return step.model_copy(update={"samples": [[] if own == before else own for before, own in calls]})
 
 
 def samples_by_step(ranks: list[list[RunStep]]) -> list[Counter[int]]:
-    """What all data-parallel ranks together saw in each step, in no order."""
+    """Return what all data-parallel ranks together saw in each step, in no order."""
     steps = zip(*_data_parallel(ranks), strict=False)
-    return [Counter(sample for one in step for micro in one.samples for sample in micro) for step in steps]
+    return [Counter(sample for step in row for micro in step.samples for sample in micro) for row in steps]
 
 
-def _of_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
-    """The steps of ranks that have pieces of the same samples, as of one that has the whole."""
-    found = []
-    for same in zip(*ranks, strict=False):
-        micro = zip(*(step.samples for step in same), strict=False)
-        samples = [[hash(pieces) for pieces in zip(*one, strict=False)] for one in micro]
-        found.append(same[0].model_copy(update={"samples": samples}))
-    return found
+def _join_pieces(ranks: list[list[RunStep]]) -> list[RunStep]:
+    """Return the steps of ranks that have pieces of the same samples, as those of one rank that has the whole."""
+    joined = []
+    for of_ranks in zip(*ranks, strict=False):
+        micro_batches = zip(*(step.samples for step in of_ranks), strict=False)
+        samples = [[hash(pieces) for pieces in zip(*micro, strict=False)] for micro in micro_batches]
+        joined.append(of_ranks[0].model_copy(update={"samples": samples}))
+    return joined
 
 
 def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int) -> None:
-    """A DistributedSampler divides the samples among as many replicas as read different ones.
+    """Judge whether a DistributedSampler divides the samples among as many replicas as read different ones.
 
-    Where ranks have `pieces` of samples, each may read its own, and all cut those of each in turn.
+    Where ranks have `pieces` of samples, each may read its own samples, and all cut those of each in turn.
     """
-    found = {number for steps in ranks for step in steps for number in step.replicas}
-    if len(found) == 1 and not found <= {len(ranks), len(ranks) * pieces}:
+    replicas = {number for steps in ranks for step in steps for number in step.replicas}
+    if len(replicas) == 1 and not replicas <= {len(ranks), len(ranks) * pieces}:
         verdict.wrong.append(
-            f"a DistributedSampler divides the samples among {max(found)}, and {len(ranks)} data-parallel ranks read different ones"
+            f"a DistributedSampler divides the samples among {max(replicas)}, and {len(ranks)} data-parallel ranks read different ones"
         )
 
 
-def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence[tuple[int, ...]]) -> None:
-    """Ranks that train on different samples are given those of different ranks. Augmented, the same ones look different."""
+def _judge_given(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence[tuple[int, ...]]) -> None:
+    """Judge whether loaders and samplers give different samples to ranks that train on different ones.
+
+    The same samples look different to the model if they are augmented.
+    """
     given = [{rank for step in steps for rank in step.given} for steps in ranks]
     for one, other in itertools.combinations(range(len(ranks)), 2):
-        together = any(one in pieces and other in pieces for pieces in cut)
-        same = all(own.samples == of.samples for own, of in zip(ranks[one], ranks[other], strict=False))
-        if together or same:
+        have_pieces = any(one in group and other in group for group in cut)
+        are_same = all(a.samples == b.samples for a, b in zip(ranks[one], ranks[other], strict=False))
+        if have_pieces or are_same:
             continue
-        divided = any(number > 1 for step in ranks[one] for number in step.replicas)
+        is_divided = any(number > 1 for step in ranks[one] for number in step.replicas)
         if _have_same_rows(ranks[one], ranks[other]):
             verdict.wrong.append(
                 f"the loaders give ranks {one} and {other} the same samples, which the model is not called with as they are"
             )
             return
-        if len(given[one]) == 1 and given[one] == given[other] and divided:
+        if len(given[one]) == 1 and given[one] == given[other] and is_divided:
             verdict.wrong.append(
                 f"a DistributedSampler gives ranks {one} and {other} the samples of rank {given[one].pop()}"
             )
@@ -145,23 +158,26 @@ def _judge_shares(verdict: RunVerdict, ranks: list[list[RunStep]], cut: Sequence
 
 
 def _have_same_rows(one: list[RunStep], other: list[RunStep]) -> bool:
-    """Whether loaders gave two ranks the same, and each called the model with as many samples: none takes a part of a batch that all are given."""
-    found = []
+    """Whether loaders gave two ranks the same batches, and each called the model with as many samples.
+
+    A loop in which all ranks are given the same batches and each takes a part of them is thus left out.
+    """
+    by_rank = []
     for steps in (one, other):
         loaded = [batch for step in steps for batch in step.loaded]
         sizes = [len(micro) for step in steps for micro in step.samples]
-        used = [
+        whole = [
             batch.rows
             for batch, after in itertools.pairwise(loaded)
             if {*sizes[batch.calls : after.calls]} == {len(batch.rows)}
         ]
-        found.append((used, len(loaded)))
-    (rows, number), same = found[0], found[0] == found[1]
-    return same and len(rows) == number - 1 > 0 and len({row for batch in rows for row in batch}) > 1
+        by_rank.append((whole, len(loaded)))
+    (used, number), are_same = by_rank[0], by_rank[0] == by_rank[1]
+    return are_same and len(used) == number - 1 > 0 and len({row for batch in used for row in batch}) > 1
 
 
-def _again(order: list[int]) -> int:
-    """How many sights of known samples come before the last one that is new."""
+def _repeats(order: list[int]) -> int:
+    """Return how often a known sample is seen again before the last new sample."""
     seen: set[int] = set()
     last_new = 0
     for place, sample in enumerate(order):
@@ -171,83 +187,98 @@ def _again(order: list[int]) -> int:
 
 
 def _epochs(number: int, ranks: list[list[RunStep]]) -> list[list[int]]:
-    """The samples of each epoch that the loop leaves before its end, as other samples are to come; of all steps, if it leaves none."""
+    """Return the samples of each epoch, if the loop leaves epochs before their end and goes on with other samples.
+
+    Otherwise, return those of all steps in one list. `number` is the number of steps.
+    """
     whole = [_seen(steps[step] for step in range(number) for steps in ranks)]
     left = {step + 1 for step in range(number) if any(steps[step].cut for steps in ranks)} - {number}
-    places = [0, *sorted(left), number]
-    # A loader that is begun anew for each batch gives the first one, or any.
-    if not left or any(other - one < 2 for one, other in itertools.pairwise(places[:-1])):
+    bounds = [0, *sorted(left), number]
+    # A loader that is begun anew for each batch gives the first batch each time, or any.
+    if not left or any(end - start < 2 for start, end in itertools.pairwise(bounds[:-1])):
         return whole
     epochs = [
-        _seen(steps[step] for step in range(one, other) for steps in ranks)
-        for one, other in itertools.pairwise(places)
+        _seen(steps[step] for step in range(start, end) for steps in ranks)
+        for start, end in itertools.pairwise(bounds)
     ]
-    alike = any(set(one) == set(other) for one, other in itertools.pairwise(epochs[:-1]))
-    return whole if alike or epochs[0][:IN_ORDER] == epochs[1][:IN_ORDER] else epochs
+    are_same = any(set(epoch) == set(after) for epoch, after in itertools.pairwise(epochs[:-1]))
+    return whole if are_same or epochs[0][:IN_ORDER] == epochs[1][:IN_ORDER] else epochs
 
 
 def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_replacement: bool) -> None:
-    """No sample is seen again before all have been seen once, but for those that fill the last batch of an epoch."""
+    """Judge whether samples are seen again before all have been seen once.
+
+    Those that fill the last batch of an epoch may be seen again.
+    """
     order = _seen(steps[number] for number in range(verdict.steps) for steps in ranks)
     verdict.samples = len(order)
-    first = set(order)
-    if len(first) == len(order) or with_replacement:
+    distinct = set(order)
+    if len(distinct) == len(order) or with_replacement:
         return
     epochs = _epochs(verdict.steps, ranks)
-    again = sum(map(_again, epochs))
-    in_a_step = len(order) // max(verdict.steps, 1)
-    if again > max(in_a_step, FEW * len(order)):
+    repeats = sum(map(_repeats, epochs))
+    per_step = len(order) // max(verdict.steps, 1)
+    if repeats > max(per_step, FEW * len(order)):
         verdict.wrong.append(
-            f"{again} samples were seen again before others were seen for the first time ({len(first)} different ones in {len(order)}){_who(ranks)}; "
+            f"{repeats} samples were seen again before others were seen for the first time ({len(distinct)} different ones in {len(order)}){_shared_samples(ranks)}; "
             "where they are drawn with replacement, say --with-replacement"
         )
         return
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
-    often = len(order) - len(first) > max(in_a_step, FEW * len(order))  # else some are in it twice
-    if len(sizes) == 1 and len(epochs) == 1 and often and len(first) + in_a_step < AN_EPOCH * max(sizes):
-        said = (
-            f"samples were seen again after {len(first)} different ones, of the {max(sizes)} that the data set has; "
+    # Fewer repeats may be of samples that the data set holds twice.
+    are_many = len(order) - len(distinct) > max(per_step, FEW * len(order))
+    if len(sizes) == 1 and len(epochs) == 1 and are_many and len(distinct) + per_step < AN_EPOCH * max(sizes):
+        message = (
+            f"samples were seen again after {len(distinct)} different ones, of the {max(sizes)} that the data set has; "
             "where they are drawn with replacement, say --with-replacement"
         )
-        verdict.wrong.append(Wrong(said))
+        verdict.wrong.append(Wrong(message))
 
 
 def _judge_overlap(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """Windows of ranks that overlap: in each step, one rank has a sample at the same place that another has."""
+    """Judge whether two ranks read windows that overlap.
+
+    In each step, the sample at one and the same place of a rank is that at one and the same place of the other.
+    """
     if verdict.steps < OFTEN or verdict.wrong:
         return
     for one, other in itertools.combinations(range(len(ranks)), 2):
-        at: dict[tuple[int, int], set[int]] = {}  # places in a step -> the samples that were there
+        # By (place in a step of `one`, place in a step of `other`): the samples that both had there in each step
+        shared: dict[tuple[int, int], set[int]] = {}
         for number in range(verdict.steps):
-            if number and not at:
+            if number and not shared:
                 break
             mine, others = _seen(ranks[one][number : number + 1]), _seen(ranks[other][number : number + 1])
             place_of = {sample: place for place, sample in enumerate(others)}
             for place, sample in enumerate(mine):
                 if sample in place_of:
-                    at.setdefault((place, place_of[sample]), set()).add(sample)
-            at = {places: found for places, found in at.items() if len(found) == number + 1}
-        if at:
-            mine_at, other_at = next(iter(at))
+                    shared.setdefault((place, place_of[sample]), set()).add(sample)
+            shared = {places: samples for places, samples in shared.items() if len(samples) == number + 1}
+        if shared:
+            own_place, other_place = next(iter(shared))
             verdict.wrong.append(
-                f"in each step, sample {mine_at} of rank {one} is sample {other_at} of rank {other}: what ranks read overlaps"
+                f"in each step, sample {own_place} of rank {one} is sample {other_place} of rank {other}: what ranks read overlaps"
             )
             return
 
 
 def _seen(steps: Iterable[RunStep]) -> list[int]:
-    """The samples of a rank, in order."""
+    """Return the samples of the steps, in order."""
     return [sample for step in steps for micro in step.samples for sample in _once(micro)]
 
 
 def _once(micro: list[int]) -> Iterable[int]:
-    """The model may be called with each sample of a batch several times, as for two masks of dropout. One alone is no batch of views."""
-    times = Counter(micro)
-    return times if len(times) > 1 and len(set(times.values())) == 1 else micro
+    """Return the samples of a call of the model, each once if the call has all of them equally often.
+
+    The model may be called with several views of a batch at once, as for two masks of dropout. A call with
+    one sample alone is no batch of views.
+    """
+    counts = Counter(micro)
+    return counts if len(counts) > 1 and len(set(counts.values())) == 1 else micro
 
 
 def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """Epochs in one order: a DistributedSampler shuffles by the epoch that it is told."""
+    """Judge whether all epochs have one order. A DistributedSampler shuffles by the epoch that it is told."""
     if _in_one_order(verdict, ranks) < IN_ORDER:
         return
     if any(step.shuffled for steps in ranks for step in steps):
@@ -257,82 +288,96 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
 
 
 def _in_one_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> int:
-    """How many samples come again in the order of the first epoch; 0 if they come in another."""
-    again = 0
+    """Return how many samples come again in the order of the first epoch; 0 if they come in another order."""
+    repeated = 0
     for steps in ranks:
         order = _seen(steps[: verdict.steps])
         epoch = next((place for place in range(1, len(order)) if order[place] == order[0]), len(order))
         if order[epoch:] != order[: len(order) - epoch]:
             return 0
-        again += len({*order[epoch:]})
-    return again
+        repeated += len({*order[epoch:]})
+    return repeated
 
 
 def _judge_short_epochs(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """A few samples may be in one order by chance, unless their sampler begins one epoch twice."""
-    if not verdict.wrong and _is_told_again(ranks[0]) and _in_one_order(verdict, ranks):
+    """Judge the order of a few samples. Epochs may have one order by chance, unless their sampler begins one twice."""
+    if not verdict.wrong and _is_epoch_told_twice(ranks[0]) and _in_one_order(verdict, ranks):
         verdict.wrong.append(NO_EPOCH)
 
 
-def _is_told_again(steps: list[RunStep]) -> bool:
-    """Whether a DistributedSampler whose samples the model is trained on begins one epoch twice, with calls of the model in between."""
-    trained = {source for step in steps for source in step.sources}
+def _is_epoch_told_twice(steps: list[RunStep]) -> bool:
+    """Whether a DistributedSampler begins one epoch twice, with calls of the model in between.
+
+    Only samplers count whose samples the model is trained on.
+    """
+    used = {source for step in steps for source in step.sources}
+    # (sampler, epoch, how many calls of the model came before)
     begun, calls = set[tuple[int, int, int]](), 0
     for step in steps:
         begun |= {
-            (one.sampler, one.epoch, calls + one.calls) for one in step.orders if one.sampler in trained
+            (order.sampler, order.epoch, calls + order.calls)
+            for order in step.orders
+            if order.sampler in used
         }
         calls += len(step.sources)
-    times = Counter((sampler, epoch) for sampler, epoch, _ in begun)
-    return any(number > 1 for number in times.values())
+    counts = Counter((sampler, epoch) for sampler, epoch, _ in begun)
+    return any(number > 1 for number in counts.values())
 
 
 def _judge_epochs(verdict: RunVerdict, steps: list[RunStep]) -> None:
-    """What a sampler is told, where samples are not known again, such as images that are augmented."""
-    # By sampler: samples that the model was trained on; and the epoch that it was told last, and how many had been seen then
+    """Judge the epochs that samplers are told. Samples may not be known again, such as images that are augmented."""
+    # `seen`: by sampler, how many of its samples the model was trained on. `last`: the epoch that it was told
+    # last, and how many had been seen then.
     seen, last = Counter[int](), dict[int, tuple[int, int]]()
     for step in steps:
         numbers = [len({*_once(micro)}) for micro in step.samples]
-        of_calls = list(zip(step.sources, numbers, strict=False))
+        calls = list(zip(step.sources, numbers, strict=False))
         for order in step.orders:
-            own = sum(number for source, number in of_calls[: order.calls] if source == order.sampler)
-            before = seen[order.sampler] + own
-            told, since = last.get(order.sampler, (-1, 0))
-            if told == order.epoch and before - since >= AN_EPOCH * order.samples and not verdict.wrong:
+            in_step = sum(number for source, number in calls[: order.calls] if source == order.sampler)
+            now = seen[order.sampler] + in_step
+            epoch, then = last.get(order.sampler, (-1, 0))
+            if epoch == order.epoch and now - then >= AN_EPOCH * order.samples and not verdict.wrong:
                 verdict.wrong.append(
-                    f"a DistributedSampler that shuffles is told epoch {told} in two epochs, and gives one order in both: sampler.set_epoch(epoch) is missing"
+                    f"a DistributedSampler that shuffles is told epoch {epoch} in two epochs, and gives one order in both: sampler.set_epoch(epoch) is missing"
                 )
-            last[order.sampler] = order.epoch, before
-        for source, number in of_calls:
+            last[order.sampler] = order.epoch, now
+        for source, number in calls:
             seen[source] += number
 
 
-def _who(ranks: list[list[RunStep]]) -> str:
-    """Whether ranks share samples before any comes again on a rank itself, to be read after the number."""
-    sets = [_first_epoch(_seen(steps)) for steps in ranks]
-    shared = [
+def _shared_samples(ranks: list[list[RunStep]]) -> str:
+    """Return which ranks share samples before any comes again on a rank itself, as the end of a sentence.
+
+    Returns "" if none do.
+    """
+    epochs = [_first_epoch(_seen(steps)) for steps in ranks]
+    pairs = [
         (one, other)
-        for one in range(len(sets))
-        for other in range(one + 1, len(sets))
-        if 2 * len(sets[one] & sets[other]) >= min(len(sets[one]), len(sets[other]))
+        for one in range(len(epochs))
+        for other in range(one + 1, len(epochs))
+        if 2 * len(epochs[one] & epochs[other]) >= min(len(epochs[one]), len(epochs[other]))
     ]
-    return f"; data-parallel ranks {shared[0][0]} and {shared[0][1]} saw the same ones" if shared else ""
+    return f"; data-parallel ranks {pairs[0][0]} and {pairs[0][1]} saw the same ones" if pairs else ""
 
 
 def _first_epoch(samples: Iterable[int]) -> set[int]:
-    found: set[int] = set()
+    """Return the samples before the first that comes again."""
+    epoch: set[int] = set()
     for sample in samples:
-        if sample in found:
+        if sample in epoch:
             break
-        found.add(sample)
-    return found
+        epoch.add(sample)
+    return epoch
 
 
 def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep], recorded: int) -> None:
-    """`recorded` are the steps that are judged one by one."""
+    """Note the first step with another number of micro batches, unless it is among the first `recorded`.
+
+    Those are judged one by one.
+    """
     numbers = [len(step.samples) for step in steps]
     usual = Counter(numbers).most_common(1)[0][0] if numbers else 0
-    odd = next((place for place, number in enumerate(numbers, 1) if number != usual), None)
+    odd = next((step for step, number in enumerate(numbers, 1) if number != usual), None)
     if odd is not None and odd > recorded:
         verdict.notes.append(
             f"step {odd} has {numbers[odd - 1]} micro batches, others {usual}: record up to it (--steps {odd}) to see how they count"
@@ -340,7 +385,7 @@ def _judge_micro_batches(verdict: RunVerdict, steps: list[RunStep], recorded: in
 
 
 def _judge_mode(verdict: RunVerdict, steps: list[RunStep]) -> None:
-    """A loop that evaluates must turn training mode on again."""
+    """Judge whether a loop that evaluates turns training mode on again."""
     after = next((number for number, step in enumerate(steps, 1) if step.evaluated), None)
     if after is not None and after < len(steps):
         verdict.notes.append(f"a pass in evaluation mode goes backward after step {after}")
@@ -351,35 +396,44 @@ def _judge_mode(verdict: RunVerdict, steps: list[RunStep]) -> None:
 
 
 def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
+    """Judge how often the schedule is stepped, and whether the learning rate is 0 at the end.
+
+    `world` is the number of ranks.
+    """
+    # How many steps there are of each (by whom the schedule was stepped, how often)
     stepped = Counter((by, times) for step in steps for by, times in step.scheduled.items())
     rates = [max(step.rates, default=0.0) for step in steps]
     zeros = next((number for number, rate in enumerate(reversed(rates)) if rate != 0), 0)
     several = [(by, times) for (by, times), count in stepped.items() if times > 1 and 2 * count > len(steps)]
-    how = ""
+    message = ""
     if several:
         by, times = several[0]
         known = {"the number of processes": world, "the number of micro batches": len(steps[0].samples)}
         names = [name for name, number in known.items() if number == times]
-        of_world = f", {' or '.join(names)}" if names else ""
-        how = f"the schedule of the learning rate is stepped {times} times in a step{of_world}{f', by {by}' if ' and ' in by else ''}"
-        if by == "accelerate":  # by design, for a schedule that counts the batches of one process
-            verdict.notes.append(f"{how}, by Accelerate: it must have been made for as many steps")
+        meaning = f", {' or '.join(names)}" if names else ""
+        message = f"the schedule of the learning rate is stepped {times} times in a step{meaning}{f', by {by}' if ' and ' in by else ''}"
+        # Accelerate does so by design, for a schedule that counts the batches of one process.
+        if by == "accelerate":
+            verdict.notes.append(f"{message}, by Accelerate: it must have been made for as many steps")
         else:
-            verdict.wrong.append(how)
+            verdict.wrong.append(message)
     if zeros > 1:
         verdict.wrong.append(
-            f"the learning rate is 0 in the last {zeros} of {len(steps)} steps{f'; {how}' if how else ''}"
+            f"the learning rate is 0 in the last {zeros} of {len(steps)} steps{f'; {message}' if message else ''}"
         )
 
 
 def _judge_ranks_rates(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """Each rank has all groups of parameters, though with ZeRO only its share of their elements."""
+    """Judge whether all ranks have the same learning rates.
+
+    Each rank has all groups of parameters, though with ZeRO only its shards of them.
+    """
     for number, (first, *others) in enumerate(zip(*ranks, strict=False), 1):
         for rank, step in enumerate(others, 1):
-            groups = zip(step.rates, first.rates, strict=True) if len(step.rates) == len(first.rates) else ()
-            other = next((pair for pair in groups if pair[0] != pair[1]), None)
-            if other is not None:
+            pairs = zip(step.rates, first.rates, strict=True) if len(step.rates) == len(first.rates) else ()
+            rates = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            if rates is not None:
                 verdict.wrong.append(
-                    f"step {number}: the learning rate is {other[0]:.6g} on rank {rank} and {other[1]:.6g} on rank 0"
+                    f"step {number}: the learning rate is {rates[0]:.6g} on rank {rank} and {rates[1]:.6g} on rank 0"
                 )
                 return
