@@ -1,6 +1,7 @@
 """DeepSpeed AutoTP + ZeRO: tensor parallelism by configuration; optimizer state, gradients and weights sharded over dp by stage.
 
-It and three files of lockstep/ alone import deepspeed at run time: training/deepspeed_build.py, training/ulysses.py, plan/deepspeed_file.py.
+Only this file and three of lockstep/ import deepspeed at run time: training/deepspeed_build.py, training/ulysses.py and
+plan/deepspeed_file.py.
 """
 
 import contextlib
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 if not torch.cuda.is_available():
-    os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for a GPU, and says so
+    # Otherwise DeepSpeed looks for a GPU, and says so.
+    os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 class Stage0:
-    """Where the live objects of an engine without ZeRO are: torch's own optimizer steps the parameters."""
+    """Finds the live objects of an engine without ZeRO, in which torch's own optimizer steps the parameters."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -65,16 +67,16 @@ class Stage0:
         return sum(p.numel() for group in self.torch_optimizer().param_groups for p in group["params"])
 
     def step(self, max_grad_norm: float) -> float:
-        """Clip and step; returns the norm before.
+        """Clip and step; returns the gradient norm before clipping.
 
-        Clipped here: DeepSpeed's own clipping takes torch's float32 norm, which is inexact on a CPU (docs/findings.md).
+        DeepSpeed's own clipping takes torch's float32 norm, which is inexact on a CPU (docs/findings.md). So it is done here.
         """
-        before = self._norm()
+        norm = self._norm()
         if max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), max_grad_norm, before)
+            torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), max_grad_norm, norm)
         self.clipped = float(self._norm())
         self.engine.step()
-        return float(before)
+        return float(norm)
 
     def clipped_norm(self) -> float | None:
         return self.clipped
@@ -83,7 +85,8 @@ class Stage0:
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
         mpu = self.engine.mpu
-        if self.engine.autotp_size() == 1:  # this rank holds all gradients
+        # Without tensor parallelism, this rank holds all gradients.
+        if self.engine.autotp_size() == 1:
             return total_norm(map(gradient_of, self.engine.module.parameters()))
         parameters = [
             parameter
@@ -95,11 +98,11 @@ class Stage0:
         return square.sqrt()
 
     def max_grad_norm(self, configured: float) -> float:
-        """What gradients are clipped to, as the live object that does it says; here it is this class."""
+        """The norm that gradients are clipped to, as the live object that clips says. Here that is this class."""
         return configured
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This tp rank's shard, whole over dp."""
+        """This tp rank's shard of a parameter, whole over dp."""
         return parameter.detach()
 
     def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -111,7 +114,7 @@ class Stage0:
 
 
 class Stage1And2(Stage0):
-    """DeepSpeed's optimizer holds a flat share of each group in float32, whose parts are linked to the parameters."""
+    """DeepSpeed's optimizer holds a flat float32 shard of each group. Pieces of it are linked to the parameters."""
 
     def __init__(self, engine: Any):
         super().__init__(engine)
@@ -119,17 +122,17 @@ class Stage1And2(Stage0):
             self._link_in_round_robin_order()
 
     def _link_in_round_robin_order(self) -> None:
-        """Link every parameter to its own part. DeepSpeed links it to that of another one (docs/findings.md)."""
+        """Link every parameter to its own piece. DeepSpeed links it to another parameter's (docs/findings.md)."""
         from deepspeed.utils import link_hp_params
 
         optimizer, rank = self.engine.optimizer, dist.get_rank(self.engine.data_parallel_group)
         for number, group in enumerate(optimizer.bit16_groups):
-            places = zip(
+            pairs = zip(
                 optimizer.round_robin_bit16_groups[number],
                 optimizer.round_robin_bit16_offsets[number],
                 strict=True,
             )
-            offsets = {id(parameter): offset for parameter, offset in places}
+            offsets = {id(parameter): offset for parameter, offset in pairs}
             size = optimizer.partition_size[number]
             link_hp_params(
                 lp_param_list=group,
@@ -151,9 +154,10 @@ class Stage1And2(Stage0):
         return self.engine.optimizer.bit16_groups
 
     def step(self, max_grad_norm: float) -> float:
-        self.engine.step()  # clips
+        # This clips, too.
+        self.engine.step()
         norm = float(self.engine.get_global_grad_norm())
-        # DeepSpeed's sign for a norm that is not finite is -1
+        # DeepSpeed returns -1 for a norm that is not finite.
         return norm if norm >= 0 else float("nan")
 
     def clipped_norm(self) -> float | None:
@@ -177,24 +181,23 @@ class Stage1And2(Stage0):
 
 
 class Stage3(Stage1And2):
-    """A parameter holds nothing between its uses; it is gathered from the shares of the dp ranks."""
+    """A parameter holds nothing between its uses; it is gathered from the shards of the dp ranks."""
 
     def members(self) -> list[list[torch.nn.Parameter]]:
-        """Stage 3 steps a group in parts of at most `sub_group_size` elements."""
+        """The model's parameters by group. Stage 3 steps a group in sub-groups of at most `sub_group_size` elements."""
         optimizer = self.engine.optimizer
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.torch_optimizer().param_groups]
-        for number, part in enumerate(optimizer.fp16_groups):
-            groups[optimizer.sub_group_to_group_id[number]] += part
+        for number, sub_group in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[number]] += sub_group
         return groups
 
     def sums_over_cp(self) -> bool:
-        # reduce_scatter averages over all ranks (docs/findings.md)
+        # reduce_scatter averages over all ranks (docs/findings.md).
         return not self.engine.optimizer.reduce_scatter
 
     def num_stepped(self) -> int:
-        return sum(
-            self.engine.optimizer.fp16_partitioned_groups_flat_numel
-        )  # what is on NVMe has no elements meanwhile
+        # Not counted in the tensors: what is on NVMe has no elements meanwhile.
+        return sum(self.engine.optimizer.fp16_partitioned_groups_flat_numel)
 
     def parameter(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         import deepspeed
@@ -210,7 +213,7 @@ class Stage3(Stage1And2):
 
 @contextlib.contextmanager
 def _refusals_named(file: zero.UserFile | None) -> Iterator[None]:
-    """What DeepSpeed refuses, as one line: of a user's file, or of what another version is told."""
+    """Raise as UserError, in one line, what DeepSpeed refuses of a user's file, or what another version of it refuses."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
     try:
@@ -219,13 +222,14 @@ def _refusals_named(file: zero.UserFile | None) -> Iterator[None]:
         version = origin.difference(DeepSpeed.library)
         if file is None and not version:
             raise
-        why = first_line(error)
-        if isinstance(error, pydantic.ValidationError):  # its first line names no field
+        reason = first_line(error)
+        # The first line of pydantic's error names no field.
+        if isinstance(error, pydantic.ValidationError):
             first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         if file is None:
-            raise UserError(f"{version}; {LIBRARY_REFUSES}: {why}; install requirements.txt") from error
-        raise UserError(f"{file.path}: {LIBRARY_REFUSES}: {why}; correct it") from error
+            raise UserError(f"{version}; {LIBRARY_REFUSES}: {reason}; install requirements.txt") from error
+        raise UserError(f"{file.path}: {LIBRARY_REFUSES}: {reason}; correct it") from error
 
 
 STAGES = (Stage0, Stage1And2, Stage1And2, Stage3)
@@ -236,13 +240,12 @@ class AutoTPStrategy:
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         if device.type == "cpu":
-            # Without this, DeepSpeed takes the GPU of a machine that has one
+            # Otherwise DeepSpeed takes the GPU of a machine that has one.
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
 
-        warnings.filterwarnings(
-            "ignore", "`torch.distributed.all_gather_into_tensor` is deprecated"
-        )  # by DeepSpeed
+        # DeepSpeed calls it.
+        warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated")
         self.config = config
         self.full_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if device.type == "cpu":
@@ -267,9 +270,8 @@ class AutoTPStrategy:
             )
         self.model = self.engine.module
         self.max_grad_norm = config.max_grad_norm
-        self.stage = STAGES[self.engine.zero_optimization_stage()](
-            self.engine
-        )  # the contract holds it against the options
+        # By the live stage, which the contract compares with the options
+        self.stage = STAGES[self.engine.zero_optimization_stage()](self.engine)
 
     def geometry(self) -> Geometry:
         if self.sequence is not None:
@@ -292,17 +294,18 @@ class AutoTPStrategy:
             self.further = self.config.samples.named(further)
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss = self.loss(input_ids, labels)
-            self.engine.backward(loss / self._divisor)  # divides by gradient_accumulation_steps
+            # The engine divides by gradient_accumulation_steps.
+            self.engine.backward(loss / self._divisor)
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
         return mean if self.sequence is None else self.sequence.mean(mean)
 
     def loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """This rank's mean loss over one micro batch, each (B, S); shape (). As in TorchStrategy."""
-        given = dict(self.further)
+        inputs = dict(self.further)
         if self.sequence is not None:
-            input_ids, labels, given["position_ids"] = self.sequence.cut(input_ids, labels)
-        loss = causal_lm_loss(self.engine, input_ids, labels, num_labels=self.num_labels, **given)
+            input_ids, labels, inputs["position_ids"] = self.sequence.cut(input_ids, labels)
+        loss = causal_lm_loss(self.engine, input_ids, labels, num_labels=self.num_labels, **inputs)
         if self.num_labels is None:
             return loss
         return loss * self.num_micro_batches * self.geometry().mesh.num_loss_shares
@@ -363,16 +366,15 @@ class AutoTPStrategy:
             return shard
         (dim,) = dims
         group = self.tp_group()
-        parts = []
-        for rank in range(
-            dist.get_world_size(group)
-        ):  # shards of an odd dim differ in size: broadcast, not all_gather
+        shards = []
+        # Shards of an odd dim differ in size: broadcast, not all_gather.
+        for rank in range(dist.get_world_size(group)):
             shape = list(shard.shape)
             _, shape[dim] = share(self.full_shapes[name][dim], rank, dist.get_world_size(group))
-            part = shard.contiguous() if rank == dist.get_rank(group) else shard.new_empty(shape)
-            dist.broadcast(part, group=group, group_src=rank)
-            parts.append(part)
-        return torch.cat(parts, dim=dim)
+            rank_shard = shard.contiguous() if rank == dist.get_rank(group) else shard.new_empty(shape)
+            dist.broadcast(rank_shard, group=group, group_src=rank)
+            shards.append(rank_shard)
+        return torch.cat(shards, dim=dim)
 
     def called(self) -> CalledModules:
         return [(self.model, {name: name for name in self.config.samples.inputs})]

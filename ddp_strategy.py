@@ -25,18 +25,18 @@ class DDPStrategy(TorchStrategy):
     wrapped: DistributedDataParallel
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        own = ddp.of(self.config)
+        options = ddp.of(self.config)
         self.synced = collections.deque[str](maxlen=self.config.gradient_accumulation_steps)
-        given = own.bucket_cap_mb != ddp.TORCHS_BUCKET
+        has_bucket_size = options.bucket_cap_mb != ddp.TORCHS_BUCKET
         wrapped = DistributedDataParallel(
             CastWeights(model, torch.bfloat16) if self.config.precision == "mixed" else model,
             process_group=device_mesh["dp"].get_group(),
-            static_graph=own.static_graph,
-            find_unused_parameters=own.find_unused_parameters,
-            gradient_as_bucket_view=own.gradient_as_bucket_view,
-            bucket_cap_mb=own.bucket_cap_mb if given else None,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb if has_bucket_size else None,
         )
-        if own.compress_gradients == "bf16":
+        if options.compress_gradients == "bf16":
             hook = bf16_compress_hook if self.device.type == "cuda" else sum_in_bfloat16
             wrapped.register_comm_hook(wrapped.process_group, hook)
         return wrapped
@@ -48,10 +48,11 @@ class DDPStrategy(TorchStrategy):
             yield
 
     def sharding(self) -> dict[str, Any]:
-        live = self.wrapped._get_ddp_logging_data()  # of the C++ reducer
+        # What the C++ reducer says. It has "static_graph" only if that was set.
+        live = self.wrapped._get_ddp_logging_data()
         return {
             "replicas": dist.get_world_size(self.wrapped.process_group),
-            "static_graph": bool(live.get("static_graph", 0)),  # it is there once it was set
+            "static_graph": bool(live.get("static_graph", 0)),
             "find_unused_parameters": bool(live["find_unused_parameters"]),
             "gradient_as_bucket_view": bool(live["gradient_as_bucket_view"]),
             "bucket_bytes": live["bucket_cap_bytes"],
@@ -66,7 +67,7 @@ class DDPStrategy(TorchStrategy):
 
 
 def sum_in_bfloat16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook. DDP refuses it by its name where there is no CUDA; gloo can sum bfloat16."""
+    """Call torch's hook, which DDP refuses by its name where there is no CUDA, although gloo can sum bfloat16."""
     return bf16_compress_hook(group, bucket)
 
 
@@ -81,5 +82,6 @@ class CastWeights(torch.nn.Module):
         self.module, self.dtype = model, dtype
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        cast = {name: weight.to(self.dtype) for name, weight in self.module.named_parameters()}
-        return functional_call(self.module, cast, arguments, options)  # tied weights are cast once
+        # Tied weights are cast once.
+        weights = {name: weight.to(self.dtype) for name, weight in self.module.named_parameters()}
+        return functional_call(self.module, weights, arguments, options)

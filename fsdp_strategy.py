@@ -44,34 +44,35 @@ if TYPE_CHECKING:
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 # How each style of a model's own plan is implemented here. The plan is transformers' (`base_model_tp_plan` of a configuration's class).
-# Of Llama, Mistral and Qwen2 it has q_proj, k_proj, v_proj, gate_proj and up_proj colwise, o_proj and down_proj rowwise. Qwen3's has the
-# norms on heads, too. x is replicated over tp between blocks. Each rank holds some output rows of a
-# colwise weight and the matching input columns of the rowwise weight after it, whose partial products are summed.
+# For Llama, Mistral and Qwen2, q_proj, k_proj, v_proj, gate_proj and up_proj are colwise, o_proj and down_proj rowwise. Qwen3's plan has
+# the norms on heads, too. x is replicated over tp between blocks. Each rank holds some output rows of a colwise weight and the matching
+# input columns of the rowwise weight after it, whose partial products are summed.
 #   y = sum_r f(x A_r) B_r        (Megatron-LM, arXiv 1909.08053, section 3)
 STYLES: dict[str, ParallelStyle] = {
-    # whole heads, whole KV heads, columns of the MLP; with their bias
+    # Whole heads, whole KV heads, columns of the MLP; with their bias
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
-    # One norm for all heads. Its weight is whole on every rank, which knows only its own heads' share of the gradient:
-    # the shares are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
+    # One norm for all heads. Its weight is whole on every rank. A rank has only the part of the gradient that its own heads give, so
+    # the gradients are summed over tp. Dim 2 of (batch, sequence, heads, head_dim) is the one that is cut.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
-# As transformers calls them in the models that are cut here
+# The names that transformers gives them in the models that are cut here
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def own_rows(between: Placement) -> dict[str, ParallelStyle]:
     """The rows that no model's own plan has. `between`: how x lies between blocks, whole on every rank or cut by position."""
     return {
-        # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on. An id of another rank gives zero; the sum over tp has the row.
+        # No family's plan cuts it. Ids 0..V/tp-1 are on tp rank 0, and so on. An id of another rank gives zero, so the sum over tp has
+        # the row.
         EMBEDDING: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         # Not in the base model's plan. The head is cut like the embedding, so that they stay tied. Logits stay sharded and the loss is
         # computed on the shards; transformers' plan of the head ("colwise_gather_output") would gather them.
         HEAD: ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
-        # Enter a block once: the gradients of q, k and v (of gate and up) are summed locally, then reduced over tp together.
-        # Without these rows each layer would reduce its own.
+        # The input of a block is redistributed once, so the gradients of q, k and v (of gate and up) are summed locally, then reduced
+        # over tp together. Without these rows each linear layer would reduce its own.
         "model.layers.*.self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between},
             desired_input_kwarg_layouts={"hidden_states": Replicate()},
@@ -88,16 +89,16 @@ SEQUENCE_STYLES: dict[str, ParallelStyle] = {**STYLES, "rowwise": RowwiseParalle
 
 
 def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """Module (with * for the number of its layer) -> how it is cut over tp: the model's own `base_model_tp_plan` and own rows.
+    """Module (with * for the number of its layer) -> how it is cut over tp, from the model's `base_model_tp_plan` and our own rows.
 
     Raises ValueError naming the first row with an unknown style, or the first module that needs a row and has none.
     """
-    styles, further = (SEQUENCE_STYLES, SEQUENCE_ROWS) if sequence_parallel else (STYLES, OWN_ROWS)
+    styles, rows = (SEQUENCE_STYLES, SEQUENCE_ROWS) if sequence_parallel else (STYLES, OWN_ROWS)
     if model.config.base_model_tp_plan is None:
         raise ValueError(f"{type(model).__name__} comes with no tensor-parallel plan")
-    plan = dict(further)
+    plan = dict(rows)
     if sequence_parallel:
-        # Each rank has its own positions' share of a norm's gradient; the shares are summed over tp.
+        # A rank has the gradient that its own positions give a norm; these are summed over tp.
         plan |= {
             _pattern(name): SequenceParallel(use_local_output=True) for name in norms_between_blocks(model)
         }
@@ -108,7 +109,7 @@ def tp_plan(model: "PreTrainedModel", *, sequence_parallel: bool = False) -> dic
                 f"the model's own plan has {style!r} for {name}, which is not known here; known: {', '.join(STYLES)} "
                 "(fsdp_strategy.STYLES)"
             )
-        if name in further:
+        if name in rows:
             raise ValueError(
                 f"the model's own plan has a row for {name} ({style!r}), and so has fsdp_strategy.OWN_ROWS; keep one of them"
             )
@@ -130,13 +131,16 @@ def norms_between_blocks(model: "PreTrainedModel") -> list[str]:
 
 
 def _require_fits(model: torch.nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    """Raise ValueError unless rows and modules match: every row has a module; every linear layer, embedding and weight inside a
-    block has a row; norms on heads have the size of a head."""
-    here = {_pattern(name): module for name, module in model.named_modules()}
-    stray = next((pattern for pattern in plan if pattern not in here), None)
+    """Raise ValueError unless rows and modules match.
+
+    Every row needs a module. Every linear layer and embedding, and every module with weights inside a block, needs a row. Norms on heads
+    need the size of a head.
+    """
+    by_pattern = {_pattern(name): module for name, module in model.named_modules()}
+    stray = next((pattern for pattern in plan if pattern not in by_pattern), None)
     if stray:
         raise ValueError(f"the tensor-parallel plan has a row for {stray}, and the model has no such module")
-    for pattern, module in here.items():
+    for pattern, module in by_pattern.items():
         cut = isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) or pattern.rpartition(".")[0] in plan
         if cut and pattern not in plan and any(True for _ in module.parameters(recurse=False)):
             raise ValueError(
@@ -144,10 +148,10 @@ def _require_fits(model: torch.nn.Module, plan: dict[str, ParallelStyle]) -> Non
                 "weights inside attention and MLP, needs a row"
             )
         if plan.get(pattern) is STYLES["replicated_with_grad_allreduce"]:
-            heads = here[pattern.rpartition(".")[0]].head_dim
-            if tuple(module.weight.shape) != (heads,):
+            head_dim = by_pattern[pattern.rpartition(".")[0]].head_dim
+            if tuple(module.weight.shape) != (head_dim,):
                 raise ValueError(
-                    f"{pattern} has weights of shape {tuple(module.weight.shape)}, and only a norm on heads of {heads} may "
+                    f"{pattern} has weights of shape {tuple(module.weight.shape)}, and only a norm on heads of {head_dim} may "
                     "have its gradient summed over tp"
                 )
 
@@ -161,15 +165,15 @@ class FSDPStrategy(TorchStrategy):
     """Weights cut over tp, then over dp; `lockstep.training.torch_strategy` has what it shares with other strategies in torch."""
 
     def parallelize(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> torch.nn.Module:
-        own = fsdp.of(self.config)
+        options = fsdp.of(self.config)
         if device_mesh["tp"].size() > 1:
-            shard_over_tp(model, device_mesh["tp"], sequence_parallel=own.sequence_parallel)
+            shard_over_tp(model, device_mesh["tp"], sequence_parallel=options.sequence_parallel)
             if self.config.compile != "off":
                 embedding = model.get_submodule(modules.names_in(model).embedding)
                 embedding.register_forward_hook(lambda _module, _inputs, output: Waited.apply(output))
         self.positions_in_norms: set[int] = set()
         names = modules.names_in(model)
-        for norm in norms_between_blocks(model) if own.sequence_parallel else ():
+        for norm in norms_between_blocks(model) if options.sequence_parallel else ():
             if compiled.is_hidden(names, self.config.compile, norm):
                 continue
             model.get_submodule(norm).register_forward_hook(self._see_norm)
@@ -185,18 +189,18 @@ class FSDPStrategy(TorchStrategy):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
         shard = functools.partial(
             fully_shard,
-            mesh=shard_mesh(device_mesh, own.dp_replicate),
-            reshard_after_forward=own.reshard_after_forward,
+            mesh=shard_mesh(device_mesh, options.dp_replicate),
+            reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
-            offload_policy=pinned if own.cpu_offload else OffloadPolicy(),
+            offload_policy=pinned if options.cpu_offload else OffloadPolicy(),
         )
-        layers = self._layers(model) if own.wrap == "layer" else []
+        layers = self._layers(model) if options.wrap == "layer" else []
         for layer in layers:
             shard(layer)
         for root in self.roots:
             shard(root)
-        if own.prefetch:
-            gather_ahead(model, layers, own.prefetch)
+        if options.prefetch:
+            gather_ahead(model, layers, options.prefetch)
         return model
 
     def _layers(self, model: "PreTrainedModel") -> list[torch.nn.Module]:
@@ -205,12 +209,12 @@ class FSDPStrategy(TorchStrategy):
         return list(model.get_submodule(layers).children()) if layers else []
 
     def _pipeline(self, model: "PreTrainedModel", device_mesh: DeviceMesh) -> Pipeline:
-        config, own = self.config, fsdp.of(self.config)
-        micro = own.pp_microbatches or config.batch_size
+        config, options = self.config, fsdp.of(self.config)
+        micro = options.pp_microbatches or config.batch_size
         pipeline = Pipeline(
             model,
             device_mesh,
-            schedule=own.pp_schedule,
+            schedule=options.pp_schedule,
             micro=micro,
             share=micro * config.gradient_accumulation_steps,
             autocast=lambda: config.autocast(self.device),
@@ -220,7 +224,7 @@ class FSDPStrategy(TorchStrategy):
         pipeline.prepare(
             config.batch_size // micro,
             positions,
-            positions // (config.tp_size if own.sequence_parallel else 1),
+            positions // (config.tp_size if options.sequence_parallel else 1),
             getattr(torch, PARAM_DTYPES[config.precision]),
         )
         return pipeline
@@ -233,7 +237,7 @@ class FSDPStrategy(TorchStrategy):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         input_ids, labels, positions = super().cut(input_ids, labels)
         if positions is None and fsdp.of(self.config).sequence_parallel:
-            # transformers would count the positions of the embedding's output, of which this rank has a part
+            # transformers would count the positions of the embedding's output, and this rank has only some of them.
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return input_ids, labels, positions
 
@@ -261,13 +265,13 @@ class FSDPStrategy(TorchStrategy):
     def sharding(self) -> dict[str, Any]:
         groups = self.param_groups()
         states = [group.modules[0]._get_fsdp_state() for group in groups]
-        ahead = [(s._states_to_forward_prefetch, s._states_to_backward_prefetch) for s in states]
+        prefetched = [(s._states_to_forward_prefetch, s._states_to_backward_prefetch) for s in states]
         return {
             "replicas": sorted({getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups}),
             "shards": sorted({group.mesh_info.shard_mesh_size for group in groups}),
             "reshard_after_forward": sorted({_left_after_forward(group) for group in groups}),
             "offloaded": sorted({p.offload_to_cpu for group in groups for p in group.fsdp_params}),
-            "prefetch": max(len(each) for pair in ahead for each in pair),
+            "prefetch": max(len(states_ahead) for directions in prefetched for states_ahead in directions),
             "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
             "wrap": "layer"
@@ -277,7 +281,7 @@ class FSDPStrategy(TorchStrategy):
 
 
 class Waited(torch.autograd.Function):
-    """The output of a collective, once it is there. A compiled layer sends no gradient to one that is still on its way (docs/findings.md)."""
+    """Waits for the output of a collective. A compiled layer sends no gradient to one that is still on its way (docs/findings.md)."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -305,9 +309,9 @@ def shard_mesh(device_mesh: DeviceMesh, replicas: int) -> DeviceMesh:
 
 def gather_ahead(model: Any, layers: list[Any], number: int) -> None:
     """Let the model and each of its layers gather the weights of the next `number` layers, in forward and in backward."""
-    for order, when in (([model, *layers], "forward"), ([model, *reversed(layers)], "backward")):
-        for place, unit in enumerate(order):
-            getattr(unit, f"set_modules_to_{when}_prefetch")(order[place + 1 : place + 1 + number])
+    for order, direction in (([model, *layers], "forward"), ([model, *reversed(layers)], "backward")):
+        for index, module in enumerate(order):
+            getattr(module, f"set_modules_to_{direction}_prefetch")(order[index + 1 : index + 1 + number])
 
 
 def _synced(group: Any) -> str:
@@ -325,9 +329,10 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_par
     """Cut the model by its `tp_plan`, in place. Its loss is then computed on vocabulary shards."""
     tied = modules.is_tied(model)
     plan = tp_plan(model, sequence_parallel=sequence_parallel)
-    # All ranks hold equal weights already
+    # Without a broadcast: all ranks hold equal weights already.
     parallelize_module(model, tp_mesh, plan, src_data_rank=None)
-    if tied:  # parallelize_module makes a new Parameter of each; make them one again
+    # parallelize_module has made a new Parameter of each; make them one again.
+    if tied:
         model.get_submodule(HEAD).weight = model.get_submodule(EMBEDDING).weight
     first_id, _ = share(
         model.get_parameter(f"{HEAD}.weight").shape[0], tp_mesh.get_local_rank(), tp_mesh.size()

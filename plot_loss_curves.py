@@ -49,7 +49,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> None:
-    """Raise UserError for outputs that could not be written in the end. Remove an older verdict: it must not pass for it."""
+    """Raise UserError for outputs that could not be written in the end. Remove an older verdict, which could be taken for the new one."""
     if output.suffix not in FIGURES:
         raise UserError(f"--output {output}: the name must end in {', '.join(FIGURES)}")
     if not input_dir.is_dir():
@@ -72,6 +72,7 @@ def _require_outputs(input_dir: Path, output: Path, json_path: Path | None) -> N
 
 
 def run(input_dir: Path, output: Path, json_path: Path | None, command: str) -> int:
+    """Print statistics and verdict, draw the figure, write the JSON. Returns the exit status."""
     histories, control = folder.read(folder.paths(input_dir))
     if not histories:
         raise UserError(

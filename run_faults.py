@@ -49,10 +49,11 @@ if TYPE_CHECKING:
     from lockstep.verdict.loss_curves import CurveVerdict
     from lockstep.verdict.result import Result
 
-BEGINS = b'{\n "precision": '  # the data
+# How the JSON file and the Markdown page of the table begin
+BEGINS = b'{\n "precision": '
 TITLE = "# Planted faults, "
 CLEAN = "clean"  # the name of a run without a fault
-REFERENCE = "reference"  # the name of the job that writes it
+REFERENCE = "reference"  # the name of the job that writes the reference
 HANGS_AFTER = 120  # seconds without progress; the models are tiny
 COLUMNS = ("fault", "strategy", "loss", "grad norm", "first tensor", "right", "cause", "named", "s")
 RIGHT, NOT_EXPLAINED, WRONG = "right", "not explained", "wrong"  # how a cause was named
@@ -99,7 +100,7 @@ def rows_of(options: argparse.Namespace) -> dict[str, Spec]:
 
 
 def choose(options: argparse.Namespace) -> list[tuple]:
-    """The (fault, strategy) pairs that the options choose. Raises UserError for an unknown name or an empty choice."""
+    """The (fault, spec of a strategy) pairs that the options choose. Raises UserError for an unknown name or an empty choice."""
     from lockstep.faults import CATALOGUE, applies_to
 
     unknown = next((name for name in options.faults if name not in CATALOGUE), None)
@@ -109,10 +110,10 @@ def choose(options: argparse.Namespace) -> list[tuple]:
         raise UserError(f"--steps {options.steps}: some faults show in the second step; train at least 2")
     wanted = [CATALOGUE[name] for name in options.faults or CATALOGUE]
     pairs = [
-        (fault, row)
+        (fault, spec)
         for fault in wanted
-        for row in rows_of(options).values()
-        if options.precision in fault.precisions and applies_to(fault, row)
+        for spec in rows_of(options).values()
+        if options.precision in fault.precisions and applies_to(fault, spec)
     ]
     if not pairs:
         raise UserError(
@@ -125,7 +126,7 @@ def print_catalogue(options: argparse.Namespace) -> None:
     from lockstep.faults import CATALOGUE, applies_to
 
     for fault in CATALOGUE.values():
-        labels = [row.label for row in rows_of(options).values() if applies_to(fault, row)]
+        labels = [spec.label for spec in rows_of(options).values() if applies_to(fault, spec)]
         print(f"{fault.name}  ({', '.join(labels)}; {', '.join(fault.precisions)})\n  {fault.story}")
         print(
             f"  {fault.bug_class}; {fault.seen_in}; breaks {fault.first} in step {fault.step}; cause: {fault.cause}"
@@ -133,7 +134,7 @@ def print_catalogue(options: argparse.Namespace) -> None:
 
 
 class Group:
-    """The runs that share model, flags and mesh, and therefore DDP's run and the reference."""
+    """Runs that share model, flags and mesh, and therefore DDP's run and the reference."""
 
     def __init__(self, key: tuple, folder: Path, options: argparse.Namespace):
         self.model, self.arguments, self.flags, self.mesh = key
@@ -141,7 +142,10 @@ class Group:
         self.folder, self.options = folder, options
 
     def job(self, strategy: str, name: str) -> dict:
-        """One run for lockstep/running/jobs.py. Its dump goes to FOLDER/NAME/STRATEGY, its losses beside it; "control" is DDP's control run."""
+        """One run for lockstep/running/jobs.py; `name` is its fault's. The strategy "control" is DDP's control run.
+
+        Its dump goes to FOLDER/NAME/STRATEGY, its losses beside it.
+        """
         arguments = [
             "--model_name",
             self.model,
@@ -163,12 +167,12 @@ class Group:
         arguments += ["--capture_steps", "2", "--capture_dir", str(self.folder / name)]
         if strategy == REFERENCE:
             return {"strategy": REFERENCE, "arguments": arguments}
-        row = self.rows[strategy]
-        mesh = row.largest(self.mesh)
+        spec = self.rows[strategy]
+        mesh = spec.largest(self.mesh)
         for axis in ("tp", *mesh.further_axes):
             arguments += [f"--{axis}_size", str(mesh.size(axis))]
         arguments += self.flags * (strategy != BASELINE)
-        return {"strategy": row.place, "fault": None if name == CLEAN else name, "arguments": arguments}
+        return {"strategy": spec.place, "fault": None if name == CLEAN else name, "arguments": arguments}
 
     def dump(self, strategy: str, name: str) -> Path:
         return self.folder / name / strategy
@@ -180,22 +184,23 @@ class Group:
         return history.read(history_file(self.history_folder(strategy, name), strategy))
 
 
-Planned = tuple[Group, str, str]  # (group, fault name, strategy)
+# (group, fault name, strategy)
+Planned = tuple[Group, str, str]
 
 
 def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict[Planned, float | str]:
-    """Run everything. Returns seconds, or why it failed, by (group, fault name, strategy)."""
+    """Run everything. Returns for each run its seconds, or why it failed."""
     from lockstep.running import jobs
 
     outcome = run_all(planned(groups, (BASELINE, CONTROL)), folder)
     replays = []
     for group in groups:
-        ended = [
+        finished = [
             run
             for run, seconds in outcome.items()
             if run[0] is group and run[2] not in (BASELINE, CONTROL) and not isinstance(seconds, str)
         ]
-        dumps = [str(group.dump(strategy, name)) for _, name, strategy in ended]
+        dumps = [str(group.dump(strategy, name)) for _, name, strategy in finished]
         replays.append({**group.job(REFERENCE, CLEAN), "replays": dumps})
     jobs.start_all_groups([(None, replays)], folder / "reference")
     return outcome
@@ -204,73 +209,73 @@ def train(groups: dict[Group, list[tuple["Fault", Spec]]], folder: Path) -> dict
 def grouped(
     pairs: list[tuple["Fault", Spec]], folder: Path, options: argparse.Namespace
 ) -> dict[Group, list[tuple["Fault", Spec]]]:
-    """The pairs by what they share; each group has a folder in `folder`."""
-    found = collections.defaultdict(list)
-    for fault, row in pairs:
-        found[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, row))
+    """Group the pairs by what their runs share. Each group has a folder in `folder`."""
+    by_key = collections.defaultdict(list)
+    for fault, spec in pairs:
+        by_key[fault.model, fault.arguments, fault.flags, fault.mesh].append((fault, spec))
     return {
         Group(key, folder / f"group{number}", options): members
-        for number, (key, members) in enumerate(found.items())
+        for number, (key, members) in enumerate(by_key.items())
     }
 
 
 def planned(
     groups: dict[Group, list[tuple["Fault", Spec]]], alone: tuple[str, ...]
 ) -> dict[tuple[int, ...], list[Planned]]:
-    """The runs on each mesh: of every group those that run `alone`, then each strategy's without a fault, then with each of its faults."""
-    # a strategy may be unable to change its mesh within a process (docs/findings.md)
+    """The runs on each mesh. For every group: the runs of `alone`, then each strategy's without a fault, then with each of its faults."""
+    # By mesh, because a strategy may be unable to change its mesh within a process (docs/findings.md)
     by_mesh: dict[tuple[int, ...], list[Planned]] = collections.defaultdict(list)
     for group, pairs in groups.items():
         mesh = spec_of(BASELINE).largest(group.mesh)
         by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, name) for name in alone]
-        for row in dict.fromkeys(row for _, row in pairs):
-            mesh = row.largest(group.mesh)
-            faulty = [(group, fault.name, row.name) for fault, other in pairs if other == row]
-            by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, row.name), *faulty]
+        for spec in dict.fromkeys(spec for _, spec in pairs):
+            mesh = spec.largest(group.mesh)
+            faulty = [(group, fault.name, spec.name) for fault, other_spec in pairs if other_spec == spec]
+            by_mesh[tuple(mesh.sizes.values())] += [(group, CLEAN, spec.name), *faulty]
     return by_mesh
 
 
 def run_all(by_mesh: dict[tuple[int, ...], list[Planned]], folder: Path) -> dict[Planned, float | str]:
-    """Run what is planned on each mesh. Returns seconds, or why it failed, by (group, fault name, strategy)."""
+    """Run what is planned on each mesh. Returns for each run its seconds, or why it failed."""
     from lockstep.running import jobs
 
     outcome: dict[Planned, float | str] = {}
-    left = [(mesh, run) for mesh, runs in sorted(by_mesh.items()) for run in runs]
-    while left:
-        work = folder / f"jobs_{len(left)}"
+    remaining = [(mesh, run) for mesh, runs in sorted(by_mesh.items()) for run in runs]
+    while remaining:
+        jobs_folder = folder / f"jobs_{len(remaining)}"
         meshes = [
             (math.prod(sizes), [group.job(strategy, name) for _, (group, name, strategy) in runs])
-            for sizes, runs in itertools.groupby(left, key=operator.itemgetter(0))
+            for sizes, runs in itertools.groupby(remaining, key=operator.itemgetter(0))
         ]
-        finished, status = jobs.start_groups(meshes, work, patience=HANGS_AFTER)
-        for (_, run), seconds in zip(left, finished, strict=False):
+        finished, status = jobs.start_groups(meshes, jobs_folder, patience=HANGS_AFTER)
+        for (_, run), seconds in zip(remaining, finished, strict=False):
             outcome[run] = seconds
-        if len(finished) < len(left):
-            outcome[left[len(finished)][1]] = jobs.why(work, status)
-        left = left[len(finished) + 1 :]
+        if len(finished) < len(remaining):
+            outcome[remaining[len(finished)][1]] = jobs.why(jobs_folder, status)
+        remaining = remaining[len(finished) + 1 :]
     return outcome
 
 
 def verdicts(
     group: Group, name: str, strategy: str, report: Path | None = None
 ) -> tuple["Result", "CurveVerdict"]:
-    """(comparison of the tensors, whose report is written into a folder if one is given; of the losses) of one run."""
+    """Compare the tensors and the losses of one run. The report is written into the folder `report` if one is given."""
     from lockstep import compare
     from lockstep.verdict import loss_curves
     from lockstep.verdict.loss_folder import Judged
 
-    baseline, control, own = (
-        group.losses(*which) for which in ((BASELINE, CLEAN), (CONTROL, CLEAN), (strategy, name))
+    baseline, control, losses = (
+        group.losses(*key) for key in ((BASELINE, CLEAN), (CONTROL, CLEAN), (strategy, name))
     )
     tolerance = loss_curves.tolerance_for(baseline, control)
-    curve = loss_curves.compare_curves(baseline, own, tolerance)
-    curves = Judged({BASELINE: baseline, strategy: own}, control, tolerance, {strategy: curve}, "")
-    dumps = [*(group.dump(each, CLEAN) for each in (REFERENCE, BASELINE)), group.dump(strategy, name)]
+    curve = loss_curves.compare_curves(baseline, losses, tolerance)
+    curves = Judged({BASELINE: baseline, strategy: losses}, control, tolerance, {strategy: curve}, "")
+    dumps = [*(group.dump(job, CLEAN) for job in (REFERENCE, BASELINE)), group.dump(strategy, name)]
     return compare.judge(dumps, report, curves), curve
 
 
 def require_clean(group: Group, strategy: str) -> None:
-    """Raise TrainingFailure if the run without a fault is red: then a red run with one proves nothing."""
+    """Raise TrainingFailure if the run without a fault fails: then a failure with one proves nothing."""
     result, curve = verdicts(group, CLEAN, strategy)
     if result.outcome != "PASS" or not curve.passed:
         first = [" ".join(failure[2:]) for run in result.runs.values() for failure in run.failures[:1]]
@@ -321,12 +326,15 @@ def report_of(options: argparse.Namespace, fault: str, strategy: str) -> Path:
 
 
 def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
-    """Whether the causes [name, evidence] are right: another name or other evidence is wrong, wherever it stands; none is no claim."""
+    """Whether the causes [name, evidence] are right: RIGHT, NOT_EXPLAINED if there are none, WRONG.
+
+    One cause with another name or other evidence makes them wrong, wherever it stands.
+    """
     from lockstep.faults.catalogue import agrees
 
     if not causes:
         return NOT_EXPLAINED
-    right = all(name == fault.cause and agrees(fault.evidence, said) for name, said in causes)
+    right = all(name == fault.cause and agrees(fault.evidence, evidence) for name, evidence in causes)
     return RIGHT if right else WRONG
 
 
@@ -349,31 +357,31 @@ def table(rows: list[dict]) -> list[str]:
 
 def cells(row: dict) -> list[str]:
     """A row of the table, by COLUMNS."""
-    found = [row["fault"], recorded(row["strategy"]).label]
+    columns = [row["fault"], recorded(row["strategy"]).label]
     if row.get("failed"):
-        return [*found, "did not run", "", "", "", "", "", str(row["seconds"])]
-    found += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
-    found += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
-    found += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
-    return [*found, str(row["seconds"])]
+        return [*columns, "did not run", "", "", "", "", "", str(row["seconds"])]
+    columns += [_step(row["loss_step"]), _step(row["grad_norm_step"])]
+    columns += [f"{row['first']}, step {row['step']}" if row["first"] else "none", _word(row["first_right"])]
+    columns += [row["cause"] or "-", row["named"].upper() if row["named"] == WRONG else row["named"]]
+    return [*columns, str(row["seconds"])]
 
 
 def write_page(options: argparse.Namespace, rows: list[dict]) -> None:
-    """The table to sort and to filter; each row that was judged links to its page."""
+    """Write the table as a page to sort and to filter. Each row that was judged links to its page."""
     from lockstep.page.writing import write_listing
 
-    place = options.output.with_suffix(".html").absolute()
+    path = options.output.with_suffix(".html").absolute()
     pages = [report_of(options, row["fault"], row["strategy"]) / "report.html" for row in rows]
     links = [
-        "" if row.get("failed") else str(page.relative_to(place.parent))
+        "" if row.get("failed") else str(page.relative_to(path.parent))
         for row, page in zip(rows, pages, strict=True)
     ]
-    lines = list(zip(map(cells, rows), links, strict=True))
-    said = [
+    linked_rows = list(zip(map(cells, rows), links, strict=True))
+    notes = [
         *summary(rows, options.steps),
         f"How this was found out: {origin.command()}, {origin.now()}, Lockstep {origin.commit()}, {origin.machine(origin.about())}, torch {importlib.metadata.version('torch')}",
     ]
-    write_listing(place, f"Planted faults, {options.precision}", said, COLUMNS, lines)
+    write_listing(path, f"Planted faults, {options.precision}", notes, COLUMNS, linked_rows)
 
 
 def _step(step: int | None) -> str:
@@ -395,8 +403,8 @@ def summary(rows: list[dict], steps: int) -> list[str]:
         share("caught by tensors", sum(row["caught"] for row in ran)),
         share("first tensor right", sum(row["first_right"] for row in ran)),
         *(
-            share(verdict, sum(row["caught"] and row["named"] == which for row in ran))
-            for which, verdict in NAMED.items()
+            share(verdict, sum(row["caught"] and row["named"] == named for row in ran))
+            for named, verdict in NAMED.items()
         ),
         share(f"missed by the loss curve in {steps} steps", sum(row["loss_step"] is None for row in ran)),
         share(
@@ -405,10 +413,10 @@ def summary(rows: list[dict], steps: int) -> list[str]:
         ),
         *(f"NOT CAUGHT: {row['fault']} in {row['strategy']}" for row in ran if not row["caught"]),
         *(
-            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {cause}: {said}"
+            f"NAMED WRONG: {row['fault']} in {row['strategy']}: {cause}: {evidence}"
             for row in ran
             if row["named"] == WRONG
-            for cause, said in row["causes"]
+            for cause, evidence in row["causes"]
         ),
         *(f"CHANGED NOTHING: {row['fault']} in {row['strategy']}" for row in ran if not row["changed"]),
         *(f"DID NOT RUN: {row['fault']} in {row['strategy']}" for row in rows if row.get("failed")),
@@ -422,21 +430,22 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     outcome = train(groups, folder)
     rows = []
     for group, members in groups.items():
-        for name in (BASELINE, CONTROL, *dict.fromkeys(row.name for _, row in members)):
+        for name in (BASELINE, CONTROL, *dict.fromkeys(spec.name for _, spec in members)):
             if isinstance(outcome[group, CLEAN, name], str):
                 raise TrainingFailure(f"{name} fails without a fault: {outcome[group, CLEAN, name]}")
             if name not in (BASELINE, CONTROL):
                 require_clean(group, name)
-        for fault, row in members:
-            seconds = outcome[group, fault.name, row.name]
-            failed = {"fault": fault.name, "strategy": row.name, "failed": seconds, "seconds": "-"}
+        for fault, spec in members:
+            seconds = outcome[group, fault.name, spec.name]
+            failed = {"fault": fault.name, "strategy": spec.name, "failed": seconds, "seconds": "-"}
             try:
                 rows.append(
                     failed
                     if isinstance(seconds, str)
-                    else {**judge(group, fault, row.name), "seconds": round(seconds, 1)}
+                    else {**judge(group, fault, spec.name), "seconds": round(seconds, 1)}
                 )
-            except UserError as error:  # a run that ended early has no dump to judge
+            except UserError as error:
+                # A run that ended early has no dump to judge.
                 rows.append({**failed, "failed": str(error)})
     lines = [*table(rows), "", *summary(rows, options.steps)]
     print("\n".join(lines))
@@ -465,20 +474,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checked(options: argparse.Namespace) -> int:
-    """Everything that can be answered before a start; then the runs."""
+    """Check everything that can be checked before a start, then run. Returns the exit status."""
     if options.list:
         print_catalogue(options)
         return 0
     choose(options)
     if options.output.suffix in ("", ".md", ".html"):
-        taken = "the pages go to a folder of this name"
+        reason = "the pages go to a folder of this name"
         if options.output.suffix:
-            taken = f"the table goes to a {options.output.suffix} beside it"
-        raise UserError(f"--output {options.output}: {taken}; give another ending, such as .json")
-    beside = {".md": TITLE.encode(), ".html": PAGE}
+            reason = f"the table goes to a {options.output.suffix} beside it"
+        raise UserError(f"--output {options.output}: {reason}; give another ending, such as .json")
+    pages = {".md": TITLE.encode(), ".html": PAGE}
     for path, begins in (
         (options.output, BEGINS),
-        *((options.output.with_suffix(end), own) for end, own in beside.items()),
+        *((options.output.with_suffix(end), page_begins) for end, page_begins in pages.items()),
     ):
         require_writable_file(path, "--output")
         require_ours(path, "--output", begins)
@@ -491,14 +500,13 @@ def checked(options: argparse.Namespace) -> int:
         locks.held((options.work_dir.absolute(), "--work_dir"), (options.output, "--output")),
         startup.cleaning_up(),
     ):
-        require_new_folder(
-            options.work_dir, "--work_dir"
-        )  # another run may have filled it before we had the lock
+        # Another run may have filled the folder before this one got the lock.
+        require_new_folder(options.work_dir, "--work_dir")
         return run(options, options.work_dir.absolute())
 
 
 def in_temporary_folder(options: argparse.Namespace) -> int:
-    """`run`; of runs that failed the logs are kept, because the error names them."""
+    """Call `run` in a temporary folder. The logs of runs that failed are kept, because the error names them."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-faults-"))
     failed = False
     try:
@@ -509,7 +517,7 @@ def in_temporary_folder(options: argparse.Namespace) -> int:
         failed = True
         raise
     finally:
-        # What is in a folder before the folder
+        # First what is in a folder, then the folder
         for path in sorted(folder.rglob("*"), reverse=True):
             with contextlib.suppress(OSError):  # a folder with a log in it
                 if path.is_dir():

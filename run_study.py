@@ -5,8 +5,8 @@
     python run_study.py studies/zero_stages.toml --resume            the runs that are finished are kept
     python run_study.py studies/zero_stages.toml --dry_run           every run, and what differs from the control
 
-A study is a file (extras/studies/study.py). Writes report.html, report.md, report.json and losses.png. Exit status: 0 every run agrees with the control,
-or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an internal error.
+A study is a file (extras/studies/study.py). Writes report.html, report.md, report.json and losses.png. Exit status: 0 every run agrees with
+the control, or was only to be measured; 1 one does not, or failed; 2 a usage error; 3 an internal error.
 """
 
 if __name__ == "__main__":
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Kind(Protocol):
-    """What a study's file asks for: single runs beside a control, options that are varied, or several seeds of each run. All is checked."""
+    """A kind of study: single runs beside a control, options that are varied, or several seeds of each run. All is checked."""
 
     def show(self) -> None:
         """Print every run."""
@@ -101,22 +101,23 @@ def chosen(options: argparse.Namespace) -> Study:
 
 
 def body(options: argparse.Namespace, argv: list[str]) -> int:
+    """List the studies, or show or run the chosen one. Returns the exit status."""
     if options.list:
         for path in sorted(STUDIES.glob("*.toml")):
             print(f"{path.relative_to(STUDIES.parent)}  {study_file.read(path).title}")
         return 0
     if options.study is None:
         raise UserError("name the file of a study; --list shows those that come with Lockstep")
-    place = (options.output_dir or Path("runs") / f"study-{options.study.stem}").expanduser().absolute()
-    kind = kind_of(chosen(options), options.only or [], options.study, place)
+    folder = (options.output_dir or Path("runs") / f"study-{options.study.stem}").expanduser().absolute()
+    kind = kind_of(chosen(options), options.only or [], options.study, folder)
     if options.dry_run:
         kind.show()
         return 0
     if not options.resume:
-        files.require_empty_folder(place, "--output_dir", "--resume to go on with its study")
-    files.require_writable_folder(place, "--output_dir")
+        files.require_empty_folder(folder, "--output_dir", "--resume to go on with its study")
+    files.require_writable_folder(folder, "--output_dir")
     startup.state = "--resume keeps the finished runs and goes on"
-    with locks.inside(place, "study", "--output_dir"):
+    with locks.inside(folder, "study", "--output_dir"):
         passed = kind.run(shlex.join([NAME, *argv]))
     print(f"\n{'PASS' if passed else 'FAIL'}")
     return 0 if passed else 1

@@ -4,13 +4,13 @@
     python run_verification.py --model_name Qwen/Qwen2.5-0.5B --num_layers 2 --batch_size 2 --seq_length 128
 
 Trains with every strategy and --capture_dir, computes the reference, compares (lockstep/compare.py), and writes report.html, report.md and
-report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status: 0 every tensor is as close to the reference as the same
-tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error;
-3 an internal error.
+report.json. All other flags are those that all training scripts have; options of one strategy are given in --strategies. Exit status:
+0 every tensor is as close to the reference as the same tensor of a correct run; 1 some tensor is not, a run failed, or the verdict is NOT
+JUDGED or CONFIGURED DIFFERENTLY; 2 a usage error; 3 an internal error.
 
-run_verification_main.sh trains with the scripts, and asks for what comes before and after, with the flags that it gives them: `--part plan`
-checks, and prints a line NAME, FLAGS, PROGRAM, STRATEGY for every run, with tabs; `--part verdict` judges losses and tensors, and writes and
-prints the table, the figure and the reports.
+run_verification_main.sh trains with the scripts. Before and after that it calls this program, with the flags that it gives them.
+`--part plan` checks, and prints a line NAME, FLAGS, PROGRAM, STRATEGY for every run, with tabs. `--part verdict` judges losses and tensors,
+and writes and prints the table, the figure and the reports.
 """
 
 if __name__ == "__main__":
@@ -42,11 +42,9 @@ if TYPE_CHECKING:
     from lockstep.verdict.result import Result
 
 NAME = "run_verification.py"
-FIRST = (
-    "save_init_weights",
-    "pretrained",
-    "control",
-)  # switches of the baseline, which writes down the weights of all
+# Switches of the baseline alone, which writes the initial weights for all
+FIRST = ("save_init_weights", "pretrained", "control")
+# Flags that users may not give
 SET_HERE = (
     "--capture_dir",
     "--capture_steps",
@@ -60,13 +58,13 @@ SET_HERE = (
     "--storage_path",
     "--experiment_name",
 )
-# A run, the flags that it alone has, and what comes of them
+# A run, the flags that it alone has, and its configuration
 Planned = tuple[Run, list[str], Config]
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags that all runs have."""
-    given = sys.argv[1:] if argv is None else argv
+    """Return this program's options, and the flags that all runs have."""
+    arguments = sys.argv[1:] if argv is None else argv
     parser = Parser(prog=NAME, description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--output_dir",
@@ -106,12 +104,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for name in FIRST:
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     parser.epilog = "All other flags are given to all runs; they are those that all training scripts have (train_ddp.py --help), such as --model_name, --num_layers, --batch_size, --seq_length, --precision."
-    options, flags = parser.parse_known_args(given)
+    options, flags = parser.parse_known_args(arguments)
     flags += ["--dp_size", str(options.dp_size), "--profile", str(options.profile)]
     flags += ["--overwrite"] * options.overwrite
-    if options.part:  # the script says all the rest
+    # With --part, run_verification_main.sh gives all other flags itself.
+    if options.part:
         return options, flags
-    clash = next((flag for flag in given if flag.split("=")[0] in SET_HERE), None)
+    clash = next((flag for flag in arguments if flag.split("=")[0] in SET_HERE), None)
     if clash:
         raise UserError(f"{clash} is set by run_verification.py itself; leave it out")
     if options.steps < 1:
@@ -142,8 +141,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show_plan(options: argparse.Namespace, flags: list[str]) -> int:
-    for run, own, _ in plan(options, flags):
-        print(run.name, " ".join(own), run.spec.program, run.spec.place, sep="\t")
+    """Check every run, and print a line for each (`--part plan`)."""
+    for run, run_flags, _ in plan(options, flags):
+        print(run.name, " ".join(run_flags), run.spec.program, run.spec.place, sep="\t")
     return 0
 
 
@@ -155,18 +155,20 @@ def verify(options: argparse.Namespace, flags: list[str]) -> int:
     for line in dict.fromkeys(line for *_, config in planned for line in preflight.notes(config)):
         print(printable(line), file=sys.stderr)
     baseline = planned[0][2]
-    about = f"{baseline.model_name}, {baseline.start.describe()}, {baseline.precision}, steps 1 to {options.steps}"
-    print(printable(about))
+    heading = f"{baseline.model_name}, {baseline.start.describe()}, {baseline.precision}, steps 1 to {options.steps}"
+    print(printable(heading))
     groups: dict[int | None, list[jobs.Job]] = {}  # by number of ranks, the baseline's first
-    for run, own, _ in planned:
-        job = {"strategy": run.spec.place, "arguments": [*flags, *weights(options), *own]}
+    for run, run_flags, _ in planned:
+        job = {"strategy": run.spec.place, "arguments": [*flags, *weights(options), *run_flags]}
         groups.setdefault(run.mesh.world_size, []).append(job)
     startup.state = "--overwrite starts again"
-    # nor does a run that outlived its script write there
+    # A run that outlived its script must not write there, either.
     dumps = locks.held(*((config.capture_folder, "--output_dir") for *_, config in planned))
     with locks.inside(folder, "verification", "--output_dir"), dumps:
-        require_free(options)  # another run may have ended before we had the lock
-        for name in files.REPORTS:  # none speaks of dumps that it did not judge
+        # Another run may have ended before this one got the lock.
+        require_free(options)
+        # No report may lie beside dumps that it did not judge.
+        for name in files.REPORTS:
             (folder / name).unlink(missing_ok=True)
         result = judge_tensors(
             options, flags, baseline, [run.name for run, *_ in planned], list(groups.items())
@@ -190,18 +192,19 @@ def weights(options: argparse.Namespace) -> list[str]:
 
 
 def plan(options: argparse.Namespace, flags: list[str]) -> list[Planned]:
-    """Every run, the baseline's first. Raises UserError for whatever can be known before a start. Leaves no folder behind.
+    """Return every run, the baseline's first. Raises UserError for whatever can be known before a start. Leaves no folder behind.
 
-    An older result is replaced, a file of somebody else is not.
+    An older result may be replaced, a file that Lockstep did not write may not.
     """
     planned = []
     for run in runs_of(options.strategies, command_line.parse_config(BASELINE, flags), options.tp_size):
-        own, start = list(run.arguments), []
-        if run.is_baseline:  # the weights of the others are there once it has run
-            own += [f"--{name}" for name in FIRST if getattr(options, name)]
-            start = weights(options)
-        config, inputs = preflight.checked(run.spec.place, [*flags, *own, *start])
-        planned.append((run, own, config))
+        run_flags, start_flags = list(run.arguments), []
+        # The weights of the other runs are there once the baseline has run.
+        if run.is_baseline:
+            run_flags += [f"--{name}" for name in FIRST if getattr(options, name)]
+            start_flags = weights(options)
+        config, inputs = preflight.checked(run.spec.place, [*flags, *run_flags, *start_flags])
+        planned.append((run, run_flags, config))
     option = "OUTPUT_DIR" if options.part else "--output_dir"
     files.require_ours(config.loss_output_dir / "loss_curves.png", option, files.FIGURE, anywhere=True)
     files.require_ours(config.loss_output_dir / "verdict.json", option, files.VERDICT)
@@ -231,9 +234,9 @@ def judge_tensors(
     curves: "Judged | None" = None,
 ) -> "Result":
     """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them."""
-    place = config.capture_dir
-    assert place is not None, "asked only of runs that capture"
-    folders = [place / name for name in names]
+    capture_folder = config.capture_dir
+    assert capture_folder is not None, "asked only of runs that capture"
+    folders = [capture_folder / name for name in names]
     reference = {
         "strategy": jobs.REFERENCE,
         "arguments": [*flags, *weights(options)],
@@ -243,7 +246,7 @@ def judge_tensors(
     jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups) and not config.quiet)
     from lockstep import compare  # torch is not needed to answer a usage error
 
-    return compare.judge([*folders, place / jobs.REFERENCE], place, curves)
+    return compare.judge([*folders, capture_folder / jobs.REFERENCE], capture_folder, curves)
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:
@@ -252,15 +255,15 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     from lockstep.verdict import loss_report as curve_report
 
     config = command_line.parse_config(BASELINE, [*flags, *weights(options)])
-    place = config.loss_output_dir
-    files.require_writable_folder(place, "--loss_output_dir")
-    figure, data = place / "loss_curves.png", place / "verdict.json"
+    output = config.loss_output_dir
+    files.require_writable_folder(output, "--loss_output_dir")
+    figure, data = output / "loss_curves.png", output / "verdict.json"
     names = [run.name for run in runs_of(options.strategies, config, options.tp_size)]
-    found = {name: history_file(place, name) for name in (*names, *([CONTROL] if options.control else []))}
-    missing = next((path for path in found.values() if not path.exists()), None)
+    paths = {name: history_file(output, name) for name in (*names, *([CONTROL] if options.control else []))}
+    missing = next((path for path in paths.values() if not path.exists()), None)
     if missing:
         raise UserError(f"{missing}: no such file; run the training first")
-    judged = folder.judge(place, *folder.read(found))
+    judged = folder.judge(output, *folder.read(paths))
     result, report = None, ""
     if config.capture_dir is not None:
         try:
@@ -271,7 +274,8 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
             ):
                 result = judge_tensors(options, flags, config, names, curves=judged)
         except (UserError, jobs.JobFailed):
-            if not judged.problem:  # else it says what is wrong with both
+            # A problem of the losses says what is wrong with the tensors, too.
+            if not judged.problem:
                 raise
     if result is not None and config.capture_dir is not None:
         from lockstep.verdict import tensor_report  # imports torch
@@ -292,10 +296,10 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
     print(f"Figure   {printable(figure)}")
     if report:
         print(report)
-    print(f"Data     {printable(data)}; all that the libraries said: {printable(place / 'logs')}")
+    print(f"Data     {printable(data)}; all that the libraries said: {printable(output / 'logs')}")
     outcome = folder.worst([judged.outcome, *([tensors] if tensors else [])])
     numbers = losses_in_numbers(judged) | (tensors_in_numbers(result) if result is not None else {})
-    tell_trackers(config, {"verdict": outcome, **numbers}, config.capture_dir or place, figure, data)
+    tell_trackers(config, {"verdict": outcome, **numbers}, config.capture_dir or output, figure, data)
     print(f"\n{outcome}")
     return 0 if outcome == "PASS" else 1
 
@@ -311,42 +315,42 @@ def tell_trackers(config: Config, found: dict[str, str | float], folder: Path, *
     texts = {name: value for name, value in found.items() if isinstance(value, str)}
     numbers = {name: value for name, value in found.items() if not isinstance(value, str)}
     trackers = Trackers(config.report_to, "verification", config.loss_output_dir, config.recorded())
-    trackers.tell(lambda each: each.result(texts, numbers, files))
-    trackers.tell(lambda each: each.close(0))
+    trackers.tell(lambda client: client.result(texts, numbers, files))
+    trackers.tell(lambda client: client.close(0))
 
 
 def tensors_in_numbers(result: "Result") -> dict[str, str | float]:
-    """For each run: its verdict, and of the tensor that is farthest from the reference its error, what is tolerated, and their ratio."""
+    """For each run its verdict, and the error, the tolerance and their ratio of the tensor that is farthest from the reference."""
     from lockstep.verdict.distance import relative
 
-    found: dict[str, str | float] = {}
+    values: dict[str, str | float] = {}
     for name, run in result.runs.items():
-        found[f"{name}/tensors"] = result.verdict(name)
+        values[f"{name}/tensors"] = result.verdict(name)
         if run.counted:
             row = max(run.counted, key=lambda row: row.multiple)
-            found[f"{name}/worst_tensor"] = f"step {row.step}, {row.name}"
-            found[f"{name}/worst_error"] = row.distance.relative
-            found[f"{name}/worst_tolerated"] = relative(row.tolerated, row.distance.norm)
-            found[f"{name}/worst_of_tolerated"] = row.multiple
-    return found
+            values[f"{name}/worst_tensor"] = f"step {row.step}, {row.name}"
+            values[f"{name}/worst_error"] = row.distance.relative
+            values[f"{name}/worst_tolerated"] = relative(row.tolerated, row.distance.norm)
+            values[f"{name}/worst_of_tolerated"] = row.multiple
+    return values
 
 
 def losses_in_numbers(judged: "Judged") -> dict[str, str | float]:
     """What is tolerated of loss and gradient norm, and for each run its verdict and its largest differences from DDP."""
     tolerance = judged.tolerated
-    found: dict[str, str | float] = {
+    values: dict[str, str | float] = {
         "loss_tolerated": tolerance.maximum,
         "grad_norm_tolerated": max(tolerance.grad_norm),
     }
     for name, verdict in judged.verdicts.items():
-        found[f"{name}/losses"] = verdict.outcome
-        found[f"{name}/loss_difference"] = verdict.max_abs_diff
-        found[f"{name}/grad_norm_difference"] = verdict.max_grad_norm_diff
-    return found
+        values[f"{name}/losses"] = verdict.outcome
+        values[f"{name}/loss_difference"] = verdict.max_abs_diff
+        values[f"{name}/grad_norm_difference"] = verdict.max_grad_norm_diff
+    return values
 
 
 def table(judged: "Judged", result: "Result | None") -> list[str]:
-    """A line for each run: how far from DDP and from the reference, of what is tolerated."""
+    """The table, a line for each run: its distance from DDP and from the reference, and what is tolerated."""
     from lockstep.verdict.loss_folder import worst
 
     tolerance = judged.tolerated
@@ -354,9 +358,9 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
         ("", "loss", "gradient norm", "tensors", ""),
         ("", "max nats from DDP", "max relative to DDP", "worst / tolerated", ""),
     ]
-    for name, one in judged.histories.items():
+    for name, history in judged.histories.items():
         verdict, outcomes = judged.verdicts.get(name), []
-        cells = [one.run["label"], "baseline", "baseline", "not captured"]
+        cells = [history.run["label"], "baseline", "baseline", "not captured"]
         if verdict is not None:
             outcomes.append(verdict.outcome)
             cells[1] = f"{verdict.max_abs_diff:.1e} of {tolerance.maximum:.1e}"
@@ -370,11 +374,11 @@ def table(judged: "Judged", result: "Result | None") -> list[str]:
 
 
 def explanations(judged: "Judged", result: "Result | None") -> list[str]:
-    """Why what failed has failed: by the losses, and by the first tensor and its cause."""
+    """The lines that say why runs have failed: by their losses, and by the first tensor and its cause."""
     from lockstep.verdict import tensor_report
     from lockstep.verdict.loss_report import notes, reasons
 
-    lines = [f"{one.label}: {line}" for one in judged.verdicts.values() for line in reasons(one)]
+    lines = [f"{curve.label}: {line}" for curve in judged.verdicts.values() for line in reasons(curve)]
     lines += [line for line in notes(judged) if line.startswith("Not judged")]
     lines += tensor_report.notes(result) if result is not None else []
     if result is not None and result.outcome != "PASS":

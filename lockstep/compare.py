@@ -33,8 +33,9 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judge
     """Compare the dumps in the folders, and diagnose every run that failed.
 
     One of them is the reference. DDP's dump may lie beside it; a replay lies beside the dump of its run, or beside the reference. Any two
-    dumps are compared without a reference, and not diagnosed. Writes report.md, report.json and report.html into `output_dir` if one is given;
-    `curves` are losses of the same runs, for the page.
+    dumps are compared without a reference, and not diagnosed. Writes report.md, report.json and report.html into `output_dir` if one is
+    given; `curves` are losses of the same runs, for the page.
+
     Raises UserError for folders that hold no dumps, or dumps that cannot be compared.
     """
     opened = [Dump(folder) for folder in folders]
@@ -61,7 +62,7 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judge
 
 
 def arrange(opened: list[Dump]) -> tuple[Dump, Dumps, Dumps]:
-    """(the reference, the dumps by strategy, the replays), for `compare_dumps`.
+    """Return (the reference, the dumps by strategy, the replays by strategy), for `compare_dumps`.
 
     Raises UserError unless exactly one dump is a reference, and no two others are of one strategy.
     """
@@ -80,22 +81,22 @@ def arrange(opened: list[Dump]) -> tuple[Dump, Dumps, Dumps]:
                 f"{dumps[dump.name].folder} and {dump.folder} are both dumps of {dump.name}; name one dump for each strategy, or capture with --run_name"
             )
         dumps[dump.name] = dump
-    beside = reference.folder.resolve().parent
+    folder = reference.folder.resolve().parent
     if BASELINE not in dumps:
-        dumps[BASELINE] = Dump(beside / BASELINE)
+        dumps[BASELINE] = Dump(folder / BASELINE)
     replays: Dumps = {}
     for name, dump in dumps.items():
-        places = (dump.folder.with_name(f"replay_{dump.folder.name}"), beside / f"replay_{name}")
-        place = next((place for place in places if place.is_dir()), None)
-        replays |= {name: Dump(place)} if place else {}
+        candidates = (dump.folder.with_name(f"replay_{dump.folder.name}"), folder / f"replay_{name}")
+        replay = next((replay for replay in candidates if replay.is_dir()), None)
+        replays |= {name: Dump(replay)} if replay else {}
     return reference, dumps, replays
 
 
 def require_distinct(folders: list[Path]) -> None:
     """Raise UserError for a folder named twice: that a dump agrees with itself proves nothing."""
-    places = [folder.resolve() for folder in folders]
-    for place, folder in zip(places, folders, strict=True):
-        first = folders[places.index(place)]
+    resolved = [folder.resolve() for folder in folders]
+    for path, folder in zip(resolved, folders, strict=True):
+        first = folders[resolved.index(path)]
         if first is not folder:
             raise UserError(f"{first} and {folder} are the same folder; name the dumps of two runs")
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from lockstep.running.under_ray import MakeTrainer
     from lockstep.training.strategy import MakeStrategy
 
-PATIENCE = 15.0  # seconds that a rank waits for rank 0 to report an error that both have found
+# Seconds that a rank waits for rank 0 to report an error that both have found
+PATIENCE = 15.0
 
 
 class RankFailure(TrainingFailure):
@@ -40,8 +41,8 @@ def launch(
 ) -> int:
     """Train with a strategy, by its name or as path/to/file.py:Class; returns the exit status (lockstep/ground/errors.py).
 
-    make_strategy: called on every rank with the model, the configuration, the mesh and the device. make_trainer: called with the worker
-    and the settings of Ray's TorchTrainer, unless a launcher has started the ranks.
+    `make_strategy` is called on every rank with the model, the configuration, the mesh and the device. Unless a launcher has started the
+    ranks, `make_trainer` is called with the worker and the settings of Ray's TorchTrainer.
     """
     spec = strategies.SPECS.get(strategy)
     name = spec.program if spec else "lockstep.train"
@@ -61,10 +62,10 @@ def launch(
 
 
 def _one_of_many(body: Callable[[], int]) -> int:
-    """One rank of a launcher that kills all other ranks when one ends.
+    """Run `body` as one rank of a launcher that kills all other ranks when one ends.
 
-    An error that every rank finds is reported once, by rank 0, while the others wait and keep their connections to it. A rank that is still
-    alive after PATIENCE was the only one to find it, and reports it.
+    Rank 0 reports an error that every rank finds. The others wait meanwhile and keep their connections to rank 0. A rank that is still
+    alive after PATIENCE was the only one to find the error, and reports it.
     """
     try:
         return body()
@@ -94,7 +95,7 @@ def _launch(
     if config.dry_run:
         print(describe(config, inputs))
         return 0
-    # It shows the program's own output. Ray's goes to a log.
+    # The screen shows the program's own output. Ray's goes to a log.
     screen = progress.Quiet(sys.stdout) if config.quiet else progress.Screen(sys.stdout)
     held = locks.held(*outputs(config)) if _is_rank_zero() else contextlib.nullcontext()
     with held, progress.shown_on(screen):
@@ -111,8 +112,12 @@ def _launch(
 
 
 def _begin(config: Config, inputs: Inputs) -> None:
-    """On rank 0, once the locks are held. An older run's history and captured steps stay until the first step of this one is written."""
-    if config.capture_dir is not None:  # another run may have filled it before we got the lock
+    """Begin the run on rank 0, once the locks are held.
+
+    An older run's history and captured steps stay until the first step of this one is written.
+    """
+    # Another run may have filled the folder before this one got the lock.
+    if config.capture_dir is not None:
         files.require_new_folder(config.capture_folder, "--capture_dir", overwrite=config.overwrite)
     progress.screen.note(banner(config, inputs))
     older = _version(config.history_path)
@@ -126,7 +131,7 @@ def _begin(config: Config, inputs: Inputs) -> None:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """What tells two versions of a file apart that is replaced whole; None if there is none."""
+    """Return what differs between two versions of a file that is replaced whole; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -136,13 +141,13 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 def outputs(config: Config) -> list[tuple[Path, str]]:
     """(path, flag that names it) of everything that a run writes and no other run may write meanwhile."""
-    found = [(run.history_path, "--loss_output_dir") for run in preflight.runs(config)]
+    paths = [(run.history_path, "--loss_output_dir") for run in preflight.runs(config)]
     if config.capture_dir is not None:
-        found.append((config.capture_folder, "--capture_dir"))
+        paths.append((config.capture_folder, "--capture_dir"))
     if config.start.written is not None:
-        found.append((config.start.written, "--init_weights_path"))
-    own = [(value, f"--{name}") for name, value in config.own.items() if isinstance(value, Path)]
-    return found + own
+        paths.append((config.start.written, "--init_weights_path"))
+    option_paths = [(value, f"--{name}") for name, value in config.own.items() if isinstance(value, Path)]
+    return paths + option_paths
 
 
 def banner(config: Config, inputs: Inputs) -> str:
@@ -178,7 +183,7 @@ def describe(config: Config, inputs: Inputs) -> str:
 
 
 def _run_in_place(config: Config, inputs: Inputs, make_strategy: "MakeStrategy") -> str:
-    """One rank of a launcher: the process group from the environment, then the loop."""
+    """Run one rank of a launcher: make the process group from the environment, then run the loop."""
     if _is_rank_zero():
         _begin(config, inputs)
     with startup.importing():
@@ -200,6 +205,7 @@ def _run_in_place(config: Config, inputs: Inputs, make_strategy: "MakeStrategy")
             raise RankFailure(
                 f"rank {os.environ['RANK']} failed: {type(error).__name__}: {first_line(error)}"
             ) from error
-        gc.collect()  # strategies hold cycles; their process groups must go before the default one
+        # Strategies hold cycles; their process groups must go before the default one.
+        gc.collect()
         dist.destroy_process_group()
         return line

@@ -1,9 +1,9 @@
 """What a forward and backward pass holds beyond weights, gradients and optimizer state: measured on fake tensors.
 
-A fake tensor has a shape, a dtype and a device, and no numbers. transformers' own model runs on them with two and with three layers, and every
-storage that comes and goes is counted: what is saved for backward, the logits, the temporary tensors of each operation. The difference
-between the two is a layer, so a model of any depth takes seconds. A gradient is dropped as soon as it is whole; what keeps it is the
-strategy's.
+A fake tensor has a shape, a dtype and a device, and no numbers. transformers' own model runs on them with two and with three
+layers, and every storage that comes and goes is counted: what is saved for backward, the logits, the temporary tensors of
+each operation. The difference between the two is a layer, so a model of any depth takes seconds. A gradient is dropped as
+soon as it is whole: gradients that are kept are in the plan of the strategy.
 
 The kernels are those of a CPU. A GPU's attention kernels save the same tensors.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Activations:
     """Bytes of one micro batch on one rank, without weights and kept gradients.
 
-    `saved` is alive when the forward pass ends: all that backward needs, and the loss. The others are the most that is alive at any time
-    of a phase, `saved` or what is left of it included.
+    `saved` is alive when the forward pass ends: all that backward needs, and the loss. The others, but for `layer`, are the
+    most that is alive at any time of a phase, `saved` or what is left of it included.
     """
 
     saved: int
@@ -50,14 +50,15 @@ class Activations:
 
 
 def of(config: "Config", architecture: dict, *, whole_layers: bool = False) -> Activations:
-    """The activations of a rank: those of the model that is left when tp has cut it. With `whole_layers` the gradients of a layer are
-    among them until its last one is there.
+    """The activations of a rank: those of the model that is left when tp has cut it.
+
+    With `whole_layers` the gradients of a layer are among them until its last one is there.
     """
-    rank = local_architecture(architecture, config.tp_size)
-    layers = rank["num_hidden_layers"]
+    local = local_architecture(architecture, config.tp_size)
+    layers = local["num_hidden_layers"]
     two, three = (
-        _kept(
-            json.dumps(_with_layers(rank, count), sort_keys=True),
+        _cached(
+            json.dumps(_with_layers(local, count), sort_keys=True),
             config.attn_impl,
             config.precision,
             config.batch_size,
@@ -72,7 +73,10 @@ def of(config: "Config", architecture: dict, *, whole_layers: bool = False) -> A
 
 
 def local_architecture(architecture: dict, tp_size: int) -> dict:
-    """The model that a tp rank holds: whole heads, columns of the MLP, rows of the vocabulary (the first rank's, where they do not divide)."""
+    """The model that a tp rank holds: whole heads, columns of the MLP, rows of the vocabulary.
+
+    Where these do not divide, it is the first rank's.
+    """
     # These ids may belong to another rank's part of the vocabulary
     no_ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     if tp_size == 1:
@@ -90,7 +94,10 @@ def local_architecture(architecture: dict, tp_size: int) -> dict:
 
 
 def _with_layers(architecture: dict, count: int) -> dict:
-    """The same model with so many layers. Of two kinds of attention the first layers' is measured: only their masks differ."""
+    """The same model with so many layers.
+
+    If layers have two kinds of attention, that of the first layers is measured: only their masks differ.
+    """
     kinds = architecture.get("layer_types")
     return {
         **architecture,
@@ -100,7 +107,7 @@ def _with_layers(architecture: dict, count: int) -> dict:
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(
+def _cached(
     architecture: str,
     attn_impl: str,
     precision: str,
@@ -109,7 +116,10 @@ def _kept(
     tp_size: int,
     whole_layers: bool,
 ) -> Activations:
-    """`measure`, or what an earlier process found: measuring imports torch and transformers, which takes seconds."""
+    """Return what `measure` gives, or what an earlier process has measured.
+
+    Measuring imports torch and transformers, which takes seconds.
+    """
     asked = [architecture, attn_impl, precision, batch_size, seq_length, tp_size, whole_layers]
     libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     key = json.dumps([asked, libraries, Path(__file__).read_text(encoding="utf-8")])
@@ -121,12 +131,12 @@ def _kept(
             return Activations(**{field.name: content[field.name] for field in fields(Activations)})
     except (UserError, LookupError, TypeError):  # not there, or not what was written
         pass
-    found = measure(
+    measured = measure(
         json.loads(architecture), attn_impl, precision, batch_size, seq_length, tp_size, whole_layers
     )
     with contextlib.suppress(UserError):  # the next process measures again
-        write_text(path, json.dumps({"of": name, **asdict(found)}))
-    return found
+        write_text(path, json.dumps({"of": name, **asdict(measured)}))
+    return measured
 
 
 def measure(
@@ -176,15 +186,18 @@ def _cast(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _one_sequence() -> Iterator[None]:
-    """transformers looks at the positions to see that a batch is not packed. Fake ones have no values, and it would make a mask."""
+    """Let transformers take a batch for one that is not packed.
+
+    It would look at the positions. Fake ones have no values, and it would make a mask.
+    """
     from transformers import masking_utils
 
-    looks = masking_utils.find_packed_sequence_indices
+    real = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = looks
+        masking_utils.find_packed_sequence_indices = real
 
 
 @contextlib.contextmanager
@@ -219,7 +232,10 @@ def _compute_loss_on_shards(model: Any, group: Any) -> None:
 
 
 def _live(uncounted: "list[torch.Tensor]") -> Any:
-    """A mode that counts the bytes of all storages that operations make, while they are alive: `bytes` now, `peaks` by phase."""
+    """A mode that counts the bytes of all storages that operations make, while they are alive.
+
+    `bytes` are those of now, `peaks` the most of each phase. Storages of the tensors `uncounted` do not count.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -261,10 +277,12 @@ def _live(uncounted: "list[torch.Tensor]") -> Any:
 
 @contextlib.contextmanager
 def _phases(model: Any, live: Any, whole_layers: bool) -> Iterator[None]:
-    """Drop every gradient once it is whole, or once all of its layer are, and tell from it how far backward has come."""
+    """Drop every gradient once it is whole, or with `whole_layers` once all of its layer are. Tell `live` the phase from it."""
     last = model.config.num_hidden_layers - 1
     layer_of = modules.names_in(model).layer_of
-    left = {number: 0 for number in range(last + 1)}
+    left = {
+        number: 0 for number in range(last + 1)
+    }  # layer -> number of its gradients that are still to come
     done: dict[int, list[torch.Tensor]] = {}  # layer -> parameters whose gradients are kept
 
     def watch(name: str) -> Any:
@@ -273,8 +291,8 @@ def _phases(model: Any, live: Any, whole_layers: bool) -> Iterator[None]:
         def whole(parameter: "torch.Tensor") -> None:
             done.setdefault(number, []).append(parameter)
             if number < 0 or not whole_layers or left[number] == 1:
-                for one in done.pop(number):
-                    one.grad = None
+                for kept in done.pop(number):
+                    kept.grad = None
             if number == last:
                 live.enter("top")
             elif number == 0:

@@ -1,10 +1,10 @@
 """How much memory each rank of a run takes, moment by moment, by arithmetic on the shapes. Nothing is built.
 
-A moment is a time in the run; its parts are the bytes that one rank holds then. What a strategy keeps is said where the strategy is
-(`memory` of its row in lockstep/plan/strategies.py). The largest rank is meant: where shares differ, the first is the largest.
+A moment is a time in the run; its parts are the bytes that one rank holds then. What a strategy keeps is said in the file
+that PLANS names for it. The largest rank is meant: where shares differ, the first is the largest.
 
-Left out: what the allocator wastes between tensors, the CUDA context (about half a GiB), buffers of NCCL and gloo, libraries and Python
-itself, tensors of a few KiB, and captured steps.
+Left out: what the allocator wastes between tensors, the CUDA context (about half a GiB), buffers of NCCL and gloo, libraries
+and Python itself, tensors of a few KiB, and captured steps.
 """
 
 import math
@@ -33,7 +33,8 @@ LEFT_OUT = (
 class Moment:
     """The bytes of each part that a rank holds on its device at one time.
 
-    `temporary` is what operations and buffers add. At `LOSS` the activations are all there, and the temporary tensors are the loss's.
+    `temporary` is what operations and buffers add. At `LOSS` the activations are all there, and the temporary tensors are
+    the loss's.
     """
 
     parameters: int = 0
@@ -119,16 +120,21 @@ class Rank:
     def at_loss(
         self, parameters: int, gradients: int, optimizer: int, *, before: int = 0, after: int = 0
     ) -> Moment:
-        """The moment with the most activations and logits. A buffer is there only until backward (`before`), or from the first layer's
-        gradient on (`after`)."""
+        """The moment with the most activations and logits.
+
+        A buffer of `before` bytes is there only until backward, one of `after` bytes from the first gradient of a layer on.
+        """
         measured = self.activations
-        most = max(measured.forward + before, measured.head, measured.top + after)
-        return Moment(parameters, gradients, optimizer, measured.saved, most - measured.saved)
+        peak = max(measured.forward + before, measured.head, measured.top + after)
+        return Moment(parameters, gradients, optimizer, measured.saved, peak - measured.saved)
 
     def at_end(self, parameters: int, gradients: int, optimizer: int, buffers: int = 0) -> Moment:
-        """Backward of the first layer and of the embedding, whose gradient is among the temporary tensors, not in `gradients`."""
-        most = max(self.activations.bottom, self.activations.tail)
-        return Moment(parameters, gradients, optimizer, 0, most + buffers)
+        """The moment of backward of the first layer and of the embedding.
+
+        The embedding's gradient is among the temporary tensors, not in `gradients`.
+        """
+        peak = max(self.activations.bottom, self.activations.tail)
+        return Moment(parameters, gradients, optimizer, 0, peak + buffers)
 
 
 def elements(shapes: Shapes) -> int:
@@ -137,7 +143,7 @@ def elements(shapes: Shapes) -> int:
 
 def most(*moments: Moment) -> Moment:
     """The moment with the most bytes."""
-    return max(moments, key=lambda one: one.total)
+    return max(moments, key=lambda moment: moment.total)
 
 
 PLANS = {  # strategy -> from a Rank to its Plan
@@ -186,8 +192,8 @@ def _with_average(plan: Plan, rank: Rank) -> Plan:
         return plan
     average = plan.moments[UPDATE].parameters // rank.width * FLOAT32
     moments = {
-        name: one if name == START else replace(one, optimizer=one.optimizer + average)
-        for name, one in plan.moments.items()
+        name: moment if name == START else replace(moment, optimizer=moment.optimizer + average)
+        for name, moment in plan.moments.items()
     }
     return replace(plan, moments=moments)
 
@@ -199,21 +205,21 @@ def size(count: int) -> str:
 def lines(config: "Config", found: Plan) -> list[str]:
     """The plan as a table for people."""
     device = "GPU" if config.device == "cuda" else "main"
-    step = {name: one.total for name, one in found.moments.items() if name != START}
-    name = max(step, key=lambda name: step[name])
+    totals = {name: moment.total for name, moment in found.moments.items() if name != START}
+    name = max(totals, key=lambda name: totals[name])
     head = ["", *found.moments]
-    rows = [[part, *(size(getattr(one, part)) for one in found.moments.values())] for part in PARTS]
-    rows.append(["sum", *(size(one.total) for one in found.moments.values())])
+    rows = [[part, *(size(getattr(moment, part)) for moment in found.moments.values())] for part in PARTS]
+    rows.append(["sum", *(size(moment.total) for moment in found.moments.values())])
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     shown = [
         "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
         for row in [head, *rows]
     ]
     beside = [f"{size(found.built)} of main memory while each rank builds the whole model in float32"]
-    for where, kept in (("main memory", found.host), ("the disk", found.nvme)):
-        beside += [f"{size(count)} of {where}: {part}" for part, count in kept.items() if count]
+    for place, kept in (("main memory", found.host), ("the disk", found.nvme)):
+        beside += [f"{size(count)} of {place}: {part}" for part, count in kept.items() if count]
     return [
-        f"{device} memory of a rank, predicted: {size(step[name])} in a step ({name}), {size(found.moments[START].total)} at the start",
+        f"{device} memory of a rank, predicted: {size(totals[name])} in a step ({name}), {size(found.moments[START].total)} at the start",
         *shown,
         *(f"  {line}" for line in beside),
         f"  {LEFT_OUT}",

@@ -1,11 +1,12 @@
 """What FSDP2 holds: weights cut over dp by `fully_shard`, and gathered group by group.
 
-Each layer is a group; embedding, norm and head are another, the root. With --wrap model there is the root alone. A parameter is cut in its
-first dim, and the shards are padded to equal length. A group is gathered into one flat buffer and copied from there into its parameters.
-In forward the buffer is kept until the next group is gathered (comm_ctx.all_gather_state of torch/distributed/fsdp/_fully_shard). In backward
-the layers that come next are gathered ahead, one of them unless --prefetch says more. A group's gradients are whole until they are reduced,
-and the flat input of the reduction is kept until the next group's. HSDP sums the shards of gradients in place. With --precision mixed what
-is gathered, and its gradients, are bfloat16; they are reduced in float32. On CPUs what is offloaded is where it was.
+Each layer is a group; embedding, norm and head are another, the root. With --wrap model there is the root alone. A
+parameter is cut in its first dim, and the shards are padded to equal length. A group is gathered into one flat buffer and
+copied from there into its parameters. In forward the buffer is kept until the next group is gathered
+(comm_ctx.all_gather_state of torch/distributed/fsdp/_fully_shard). In backward the layers that come next are gathered ahead,
+one of them unless --prefetch says more. A group's gradients are whole until they are reduced, and the flat input of the
+reduction is kept until the next group's. HSDP sums the shards of gradients in place. With --precision mixed what is
+gathered, and its gradients, are bfloat16; they are reduced in float32. On CPUs what is offloaded is where it was.
 """
 
 import math
@@ -68,8 +69,9 @@ class Sizes:
     root: int  # gathered, or its gradients
     root_flat: int  # the buffer that it is gathered into
     root_reduced: int  # its gradients in the dtype that they are reduced in
-    only_flat: int  # the same with --wrap model, where it stays until the loss
-    layer: int  # the same of a layer
+    only_flat: int  # that buffer with --wrap model, where it stays until the loss; else 0
+    # Of a layer, what `root`, `root_flat` and `root_reduced` are of the root
+    layer: int
     layer_flat: int
     layer_reduced: int
     layer_gradients: int  # what a layer whose backward is done leaves
@@ -91,27 +93,28 @@ class Sizes:
 
 
 def sizes_of(rank: Rank) -> Sizes:
-    config, own = rank.config, fsdp.of(rank.config)
+    config, options = rank.config, fsdp.of(rank.config)
     mixed = config.precision == "mixed"
     width, computed = rank.width, BFLOAT16 if mixed else rank.width
     measured = activations.of(
         replace(config, precision="bf16") if mixed else config, rank.architecture, whole_layers=True
     )
-    dp = config.dp_size // own.dp_replicate
-    rows = {name: (math.ceil(shape[0] / dp), *shape[1:]) for name, shape in rank.shapes.items()}
-    layers = max(map(rank.names.layer_of, rows)) + 1
-    whole = dp * elements(rows)
-    of_layer = dp * elements({name: rows[name] for name in rows if rank.names.layer_of(name) == 0})
-    wrapped = own.wrap == "layer"
-    in_group = of_layer if wrapped else 0
+    dp = config.dp_size // options.dp_replicate
+    shards = {name: (math.ceil(shape[0] / dp), *shape[1:]) for name, shape in rank.shapes.items()}
+    layers = max(map(rank.names.layer_of, shards)) + 1
+    whole = dp * elements(shards)
+    of_layer = dp * elements({name: shards[name] for name in shards if rank.names.layer_of(name) == 0})
+    by_layer = options.wrap == "layer"
+    in_group = of_layer if by_layer else 0
     root = whole - layers * in_group
-    reshard = own.reshard_after_forward
-    # Until the last micro batch nothing is reduced, and whole gradients are kept; or their reduced shards, of each micro batch.
+    reshard = options.reshard_after_forward
+    # Until the last micro batch nothing is reduced, and whole gradients are kept. Or those of each micro batch are reduced,
+    # and their shards are kept.
     accumulates = config.gradient_accumulation_steps > 1
-    keeps_whole = accumulates and own.gradient_sync == "last"
+    keeps_whole = accumulates and options.gradient_sync == "last"
     head = 0 if rank.tied or keeps_whole else math.prod(rank.shapes[rank.names.head_weight]) * computed
     return Sizes(
-        own=own,
+        own=options,
         measured=_with_embedding(rank, measured, computed),
         layers=layers,
         optimizer=whole // dp * width * rank.moments,
@@ -120,18 +123,18 @@ def sizes_of(rank: Rank) -> Sizes:
         layer_shard=in_group // dp * width,
         root=root * computed,
         root_flat=root * computed if dp > 1 else 0,
-        only_flat=root * computed if dp > 1 and not wrapped else 0,
+        only_flat=root * computed if dp > 1 and not by_layer else 0,
         root_reduced=root * width,
         layer=in_group * computed,
         layer_flat=in_group * computed if dp > 1 else 0,
         layer_reduced=in_group * width,
-        layer_gradients=in_group // dp * width if wrapped else of_layer * computed,
+        layer_gradients=in_group // dp * width if by_layer else of_layer * computed,
         left=in_group * computed // (1 if reshard is False else reshard) if reshard is not True else 0,
         whole_kept=whole * width if keeps_whole else 0,
         shards_kept=whole // dp * width if accumulates and not keeps_whole else 0,
         head=head,
         copied=root * width if dp > 1 and config.device == "cpu" else 0,
-        largest=largest(rows),
+        largest=largest(shards),
     )
 
 
@@ -141,15 +144,18 @@ def in_forward(sizes: Sizes) -> list[Moment]:
     first = sizes.root_flat + sizes.layer_flat * max(prefetch, 1)
     moments = [Moment(sizes.resident, sizes.kept, sizes.optimizer, 0, first)]
     for number in range(1, layers + 1):
-        gathered = sizes.layer + (number - 1) * sizes.left
-        gathered += sizes.layer_flat * (1 + min(prefetch, layers - number)) or sizes.only_flat
+        weights = sizes.layer + (number - 1) * sizes.left
+        weights += sizes.layer_flat * (1 + min(prefetch, layers - number)) or sizes.only_flat
         saved = measured.layers - (layers - number) * measured.layer
-        moments.append(Moment(sizes.resident, sizes.kept, sizes.optimizer, saved, gathered))
+        moments.append(Moment(sizes.resident, sizes.kept, sizes.optimizer, saved, weights))
     return moments
 
 
 def between(sizes: Sizes) -> list[Moment]:
-    """The loss, with the last group's buffer, and the backward of the head, for which the root is gathered again if it was resharded."""
+    """The loss, with the last group's buffer, and the backward of the head.
+
+    For the latter the root is gathered again if it was resharded.
+    """
     measured = sizes.measured
     again = sizes.root_flat if sizes.own.reshard_after_forward else 0
     head = measured.head - measured.saved
@@ -215,15 +221,17 @@ def gathered(sizes: Sizes, number: int) -> int:
 
 
 def gradients(sizes: Sizes, done: int) -> int:
-    """Gradients when so many layers have theirs, other than of the layer in progress, of the embedding and of a tied head."""
+    """Gradients when so many layers have theirs, without those of the layer in progress, the embedding and a tied head."""
     if sizes.whole_kept:
         return sizes.whole_kept - done * (sizes.layer_reduced - sizes.layer_shard)
     return sizes.shards_kept or done * sizes.layer_gradients + sizes.head
 
 
 def _with_embedding(rank: Rank, measured: activations.Activations, width: int) -> activations.Activations:
-    """The gradient of an embedding that is cut over the vocabulary: DTensor makes it whole, and copies this rank's rows. If the head is
-    tied to it, its gradient and the sum of the two are there as well.
+    """The activations with the gradient of an embedding that is cut over the vocabulary.
+
+    DTensor makes it whole, and copies this rank's rows. If the head is tied to it, its gradient and the sum of the two are
+    there as well.
     """
     if rank.config.tp_size == 1:
         return measured

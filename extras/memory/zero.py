@@ -28,8 +28,8 @@ DEFAULTS = {
     "sub_group_size": 1_000_000_000,
 }
 ENGINE_BUCKET = 500_000_000  # elements, without ZeRO (runtime/engine.py)
-# Buffers in main memory for what is on a disk: of the optimizer as many as these, each as large as the largest sub-group, and of the
-# parameters so many, each of so many elements (runtime/zero/offload_config.py).
+# Buffers in main memory for what is on a disk (runtime/zero/offload_config.py). Those of the optimizer are each as large as
+# the largest sub-group, those of the parameters have PARAMETER_BUFFER elements each.
 OPTIMIZER_BUFFERS = 4
 PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 100_000_000
 Kept = dict[str, int]  # part of a plan -> bytes
@@ -41,9 +41,9 @@ def plan(rank: Rank) -> Plan:
     zero.require(config)
     rank = whole_embedding(rank)
     stage = zero.of(config).zero_stage
-    told = deepspeed_file.resolved(config, rank.hidden_size)["zero_optimization"]
-    sizes = {name: told.get(name, default) for name, default in DEFAULTS.items()}
-    buffers = 2 if told.get("overlap_comm") and stage in (1, 2) else 1
+    section = deepspeed_file.resolved(config, rank.hidden_size)["zero_optimization"]
+    sizes = {name: section.get(name, default) for name, default in DEFAULTS.items()}
+    buffers = 2 if section.get("overlap_comm") and stage in (1, 2) else 1
     bucket = sizes["reduce_bucket_size"] * rank.width * buffers
     if stage == 0:
         return stage_0(rank)
@@ -64,8 +64,8 @@ def whole_embedding(rank: Rank) -> Rank:
 def groups(shapes: Shapes) -> list[Shapes]:
     """The optimizer's groups, each flattened by itself: matrices, and norms with biases (lockstep/training/optim.py)."""
     split = [
-        {name: shape for name, shape in shapes.items() if decays(len(shape)) is kind}
-        for kind in (True, False)
+        {name: shape for name, shape in shapes.items() if decays(len(shape)) is is_decayed}
+        for is_decayed in (True, False)
     ]
     return [group for group in split if group]
 
@@ -96,56 +96,59 @@ def partition(group: Shapes, dp: int) -> int:
 
 
 def owned(group: Shapes, dp: int) -> int:
-    """Elements of the parameters of which the largest share has any part. DeepSpeed keeps their gradients whole."""
-    share, begin, found = partition(group, dp), 0, [0] * dp
+    """Elements of the parameters of which a rank's share has any part, for the rank with most.
+
+    DeepSpeed keeps their gradients whole.
+    """
+    share, begin, by_rank = partition(group, dp), 0, [0] * dp
     for numel in map(math.prod, group.values()):
-        for at in range(begin // share, (begin + numel - 1) // share + 1):
-            found[at] += numel
+        for dp_rank in range(begin // share, (begin + numel - 1) // share + 1):
+            by_rank[dp_rank] += numel
         begin += numel
-    return max(found)
+    return max(by_rank)
 
 
 def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
     """Whole parameters as flat groups; of each group a share with its own copy ("master"), moments and gradients.
 
-    At stage 1 every gradient is kept until all are there. The bucket is allocated at its full size with the first gradient, however small
-    the model. All-reduced gradients are copied once more, flat.
+    At stage 1 every gradient is kept until all are there. The bucket is allocated at its full size with the first gradient,
+    however small the model. All-reduced gradients are copied once more, flat.
     """
     config, width, dp = rank.config, rank.width, rank.config.dp_size
     split = groups(rank.shapes)
     shares = [partition(group, dp) for group in split]
     whole, share = sum(shares) * dp * width, sum(shares) * width
     kept = sum(owned(group, dp) for group in split) * width  # gradients of this rank's share
-    all_of_them, numel = rank.elements * width, largest(rank.shapes)
+    all_gradients, numel = rank.elements * width, largest(rank.shapes)
     oversized = numel > sizes["reduce_bucket_size"]
     # The gradient, and its flat copy
-    filled = 2 * numel * width if oversized else min(bucket, all_of_them)
+    filled = 2 * numel * width if oversized else min(bucket, all_gradients)
     state = share * (1 + rank.moments)
-    offloaded = zero.of(config).offload_optimizer != "none"
+    is_offloaded = zero.of(config).offload_optimizer != "none"
     accumulates = config.gradient_accumulation_steps > 1
     host, optimizer, extra = {}, state, 0
-    if offloaded:  # the master's gradient and a copy of the updated weights are always there
+    if is_offloaded:  # the master's gradient and a copy of the updated weights are always there
         host = {
             "optimizer": state,
             "gradients": share + (kept if accumulates else 0),
             "temporary": share + numel * width,
         }
         optimizer, extra, kept = 0, numel * width, 0
-    earlier = (all_of_them if stage == 1 else kept) if accumulates else 0
+    earlier = (all_gradients if stage == 1 else kept) if accumulates else 0
     if stage == 1:
         moved = 0 if oversized else filled
-        reducing = Moment(whole, all_of_them - moved, optimizer, 0, bucket + max(filled, kept) + extra)
-        before = all_of_them - rank.of_embedding
+        reducing = Moment(whole, all_gradients - moved, optimizer, 0, bucket + max(filled, kept) + extra)
+        before = all_gradients - rank.of_embedding
     else:
         reducing = Moment(
-            whole, kept if filled < all_of_them else earlier, optimizer, 0, bucket + filled + extra
+            whole, kept if filled < all_gradients else earlier, optimizer, 0, bucket + filled + extra
         )
-        before = kept if bucket < all_of_them else earlier
+        before = kept if bucket < all_gradients else earlier
     moments = {
         START: most(
             Moment(parameters=rank.whole),
             Moment(
-                parameters=whole, optimizer=0 if offloaded else share, temporary=shares[0] * width + extra
+                parameters=whole, optimizer=0 if is_offloaded else share, temporary=shares[0] * width + extra
             ),
         ),
         LOSS: rank.at_loss(whole, earlier, optimizer, after=bucket + extra),
@@ -155,7 +158,7 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
             kept,
             optimizer,
             0,
-            extra + max(rank.norm(numel), 0 if offloaded else shares[0] * width, rank.step(shares[0])),
+            extra + max(rank.norm(numel), 0 if is_offloaded else shares[0] * width, rank.step(shares[0])),
         ),
     }
     return placed(rank, moments, host, {}, share)
@@ -164,8 +167,8 @@ def stage_1_and_2(rank: Rank, stage: int, sizes: dict, bucket: int) -> Plan:
 def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     """Of each parameter a share, with master, moments and gradient; whole parameters while they are used, and small ones always.
 
-    At most `stage3_max_live_parameters` elements are whole at a time. In a model smaller than that, what is gathered in the forward pass
-    stays until backward.
+    At most `stage3_max_live_parameters` elements are whole at a time. In a model smaller than that, what is gathered in the
+    forward pass stays until backward.
     """
     config, width, dp = rank.config, rank.width, rank.config.dp_size
     split = groups(rank.shapes)
@@ -179,11 +182,11 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
     resident, numel = elements(small) * width, largest(rank.shapes)
     live = min(rank.elements, max(sizes["stage3_max_live_parameters"], numel)) * width
     gathering = min(rank.elements, max(sizes["stage3_prefetch_bucket_size"], numel)) * width
-    group = min(max(shares), max(sizes["sub_group_size"], -(-numel // dp))) * width
+    sub_group = min(max(shares), max(sizes["sub_group_size"], -(-numel // dp))) * width
     state = share * (1 + rank.moments)
-    all_of_them = rank.elements * width
-    filled = min(bucket, all_of_them)
-    device, host, nvme = offloaded(zero.of(config), share, state, group, width)
+    all_gradients = rank.elements * width
+    filled = min(bucket, all_gradients)
+    device, host, nvme = offloaded(zero.of(config), share, state, sub_group, width)
     parameters, gradients, optimizer = (
         device.get(part, 0) for part in ("parameters", "gradients", "optimizer")
     )
@@ -206,12 +209,12 @@ def stage_3(rank: Rank, sizes: dict, bucket: int) -> Plan:
             gradients,
             optimizer,
             0,
-            max(group if optimizer else 0, rank.norm(-(-numel // dp))),
+            max(sub_group if optimizer else 0, rank.norm(-(-numel // dp))),
         ),
     }
     steady = {
-        name: one if name == START else replace(one, temporary=one.temporary + bucket)
-        for name, one in moments.items()
+        name: moment if name == START else replace(moment, temporary=moment.temporary + bucket)
+        for name, moment in moments.items()
     }
     return placed(rank, steady, host, nvme, share)
 
@@ -234,7 +237,10 @@ def offloaded(own: zero.Options, share: int, state: int, group: int, width: int)
 def placed(
     rank: Rank, moments: dict[str, Moment], host: dict[str, int], nvme: dict[str, int], master: int
 ) -> Plan:
-    """The plan with what is kept in main memory: beside a GPU, or on CPUs in the same place. At the start there is no state but `master`."""
+    """The plan with what is kept in main memory: beside a GPU, or on CPUs in the same place.
+
+    At the start there is no optimizer state but `master`.
+    """
     if rank.config.device != "cpu":
         return Plan(moments, rank.built, host, nvme)
 
@@ -242,4 +248,4 @@ def placed(
         here = {**host, "optimizer": min(host.get("optimizer", 0), master)} if name == START else host
         return replace(one, **{part: getattr(one, part) + count for part, count in here.items()})
 
-    return Plan({name: together(name, one) for name, one in moments.items()}, rank.built, nvme=nvme)
+    return Plan({name: together(name, moment) for name, moment in moments.items()}, rank.built, nvme=nvme)

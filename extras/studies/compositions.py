@@ -1,7 +1,7 @@
 """Every choice of a few options, each in a run of its own: which of them go together?
 
-A [vary] table with `each_up_to = 3` has a run for each value of each option, each pair and each triple, with what they need and nothing
-else. (Without it, options go together in pairs, several pairs in one run: variations.py.)
+A [vary] table with `each_up_to = 3` has a run for each value of each option, each pair and each triple, with what they
+need and nothing else. (Without it, options go together in pairs, several pairs in one run: variations.py.)
 """
 
 import itertools
@@ -18,15 +18,18 @@ Chosen = tuple[str, Varied]  # option, value
 
 
 def cases(vary: Vary, shared: Flags) -> list[Case]:
-    """One for each choice. A choice that contradicts itself is left out: an option needs a value that another one does not have."""
-    found: dict[str, Case] = {}
+    """One case for each choice.
+
+    A choice that contradicts itself is left out: an option needs a value that another one does not have.
+    """
+    by_choice: dict[str, Case] = {}
     for number in range(1, vary.each_up_to + 1):
         for chosen in itertools.combinations(values(vary), number):
             choice = with_needs(vary, shared, dict(chosen)) if len(dict(chosen)) == number else None
             if choice is not None:
                 key = json.dumps(choice, sort_keys=True)
-                found.setdefault(key, Case(f"{number}-{len(found):03}", choice))
-    return list(found.values())
+                by_choice.setdefault(key, Case(f"{number}-{len(by_choice):03}", choice))
+    return list(by_choice.values())
 
 
 def groups(vary: Vary) -> list[Group]:
@@ -37,6 +40,7 @@ def groups(vary: Vary) -> list[Group]:
 
 
 def values(vary: Vary) -> list[Chosen]:
+    """(option, value) of every value of every option."""
     return [(option, value) for option, of_option in vary.options.items() for value in of_option]
 
 
@@ -47,14 +51,14 @@ def with_needs(vary: Vary, shared: Flags, choice: Choice) -> Choice | None:
         before = dict(whole)
         allowed: dict[str, list[Value]] = {}
         for option, value in whole.items():
-            for other, values in needs_of(vary, option, value).items():
-                allowed[other] = [each for each in allowed.get(other, values) if each in values]
-        for other, values in allowed.items():
-            if not values or shared.get(other, choice.get(other, values[0])) not in values:
+            for needed, values in needs_of(vary, option, value).items():
+                allowed[needed] = [v for v in allowed.get(needed, values) if v in values]
+        for needed, values in allowed.items():
+            if not values or shared.get(needed, choice.get(needed, values[0])) not in values:
                 return None
-            has = choice.get(other, values[0])
-            if other not in shared and has != DEFAULT:
-                whole[other] = has
+            chosen_value = choice.get(needed, values[0])
+            if needed not in shared and chosen_value != DEFAULT:
+                whole[needed] = chosen_value
     return whole
 
 
@@ -69,32 +73,34 @@ def label_of(row: dict[str, Any]) -> str:
 
 
 def table(vary: Vary, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each value of each option: its outcome alone, with each other one, and of how many triples with it."""
+    """A line for each value of each option: its outcome alone and with each other value, and how many triples with it pass."""
     outcomes = {json.dumps(row["options"], sort_keys=True): row["outcome"] for row in rows}
-    chosen = values(vary)
-    lines = [["", *map(label, chosen), "in triples"]]
-    for one in chosen:
+    every = values(vary)
+    lines = [["", *map(label, every), "in triples"]]
+    for chosen in every:
         cells = [
-            _outcome(vary, rows, outcomes, dict([one, other])) if _differ(one, other) else ""
-            for other in chosen
+            _outcome(vary, rows, outcomes, dict([chosen, other])) if _can_combine(chosen, other) else ""
+            for other in every
         ]
         triples = [
-            _outcome(vary, rows, outcomes, dict([one, *pair]))
+            _outcome(vary, rows, outcomes, dict([chosen, *pair]))
             for pair in itertools.combinations(
-                [other for other in chosen if _differ(one, other) and other != one], 2
+                [other for other in every if _can_combine(chosen, other) and other != chosen], 2
             )
-            if _differ(*pair)
+            if _can_combine(*pair)
         ]
         ran = [outcome for outcome in triples if outcome]
-        lines.append([label(one), *cells, f"{ran.count(PASS)} of {len(ran)}"])
+        lines.append([label(chosen), *cells, f"{ran.count(PASS)} of {len(ran)}"])
     return lines
 
 
-def _differ(one: Chosen, other: Chosen) -> bool:
+def _can_combine(one: Chosen, other: Chosen) -> bool:
+    """Whether one run can have both: they are the same, or values of different options."""
     return one == other or one[0] != other[0]
 
 
 def _outcome(vary: Vary, rows: list[dict[str, Any]], outcomes: dict[str, str], choice: Choice) -> str:
+    """The outcome of the run with this choice and what it needs; "" if there is none."""
     whole = with_needs(vary, rows[0]["shared"], choice)
     return outcomes.get(json.dumps(whole, sort_keys=True), "") if whole is not None else ""
 

@@ -2,8 +2,8 @@
 
 [converging]
 control = "fsdp"              # the run that the others are compared with
-twin = "ulp"                  # a run of DDP with noise_control = true: from weights perturbed by one ulp. It shows how far rounding moves a loss
-second_twin = "eager"         # another run that computes the same, with other rounding errors. It shows how much that varies
+twin = "ulp"                  # a run of DDP with noise_control = true, from weights perturbed by one ulp: how far rounding moves a loss
+second_twin = "eager"         # another run that computes the same, with other rounding errors: how much that varies
 control_seeds = 10            # seeds of these three. A seed sets the initial weights and the order of the data
 seeds = 3                     # seeds of each other run, the first ones
 window = 100                  # steps whose mean loss is compared
@@ -15,12 +15,13 @@ With x the mean loss of a run in a window, n = `seeds`, and m = `control_seeds` 
     same seeds     mean(log(d / d of the twin)) - mean(log(d of the second twin / d of the twin) with the m other seeds)
                                                                                          spread: of the latter, the largest window's
 
-d is the largest |x - x of the control with the same seed| so far, at least two float32 ulps of the loss. How fast rounding errors grow differs
-from seed to seed, so that d is compared with that of the twin with the same seed, as a ratio. A run that is nearer than the twin is right.
+d is the largest |x - x of the control with the same seed| so far, at least two float32 ulps of the loss. How fast rounding
+errors grow differs from seed to seed, so that d is compared with that of the twin with the same seed, as a ratio. A run that
+is nearer than the twin is right.
 
-If the run is correct and what is averaged is normally distributed, difference / (spread sqrt(1/n + 1/m)) follows Student's t distribution with
-m - 1 degrees of freedom. An alarm is a window in which it exceeds the quantile of false_alarm_rate / (2 x number of windows), two-sided for other
-seeds, one-sided for the same.
+If the run is correct and what is averaged is normally distributed, difference / (spread sqrt(1/n + 1/m)) follows Student's t
+distribution with m - 1 degrees of freedom. An alarm is a window in which it exceeds the quantile of
+false_alarm_rate / (2 x number of windows), two-sided for other seeds, one-sided for the same.
 """
 
 import functools
@@ -98,38 +99,42 @@ def in_windows(losses: Losses, window: int) -> Losses:
 def judge(
     told: Converging, run: Losses, own: list[int], control: Losses, twin: Losses, second: Losses
 ) -> list[Outcome]:
-    """Both tests of one run. All losses are means of windows, (seeds, windows); the run may have fewer windows.
+    """Make both tests of one run. All losses are means of windows, (seeds, windows); the run may have fewer windows.
 
-    `own` are the seeds of the run, as places among those of control and twins.
+    `own` are the seeds of the run, as indices of those of control and twins.
     """
-    number = run.shape[1]
+    windows = run.shape[1]
     others = [seed for seed in range(len(control)) if seed not in own]
     n, m = len(own), len(others)
-    each = told.false_alarm_rate / 2 / control.shape[1]
+    rate = told.false_alarm_rate / 2 / control.shape[1]
     width = math.sqrt(1 / n + 1 / m)
-    unpaired = run.mean(0) - control[others].mean(0)[:number]
-    spread = control[others].std(0, ddof=1)[:number]
+    unpaired = run.mean(0) - control[others].mean(0)[:windows]
+    spread = control[others].std(0, ddof=1)[:windows]
     of_twin = drift(twin, control)
+    # Logs of the ratios to the twin
     expected = drift(second, control)[others] - of_twin[others]
-    ratios = drift(run, control[own][:, :number]) - of_twin[own][:, :number]
-    nearer = quantile(2 * each, m - 1) * expected.std(0, ddof=1).max() * width + expected.mean(0)[:number]
+    ratios = drift(run, control[own][:, :windows]) - of_twin[own][:, :windows]
+    limits = quantile(2 * rate, m - 1) * expected.std(0, ddof=1).max() * width + expected.mean(0)[:windows]
     return [
-        _outcome(told, OTHER, unpaired, quantile(each, m - 1) * spread * width),
+        _outcome(told, OTHER, unpaired, quantile(rate, m - 1) * spread * width),
         # as factors: how many times as far from the control as the twin
-        _outcome(told, SAME, np.exp(ratios.mean(0)), np.exp(nearer)),
+        _outcome(told, SAME, np.exp(ratios.mean(0)), np.exp(limits)),
     ]
 
 
 def drift(run: Losses, control: Losses) -> Losses:
-    """Log of how far a run has been from the control so far, window by window: (seeds, windows), at least two ulps of a loss."""
-    near = np.abs(control).astype(np.float32)
-    ulps = ULPS * (np.nextafter(near, np.float32(np.inf)) - near).astype(np.float64)
-    apart = np.abs(run - control)
-    return np.log(np.maximum.accumulate(np.maximum(np.where(np.isnan(apart), np.inf, apart), ulps), axis=1))
+    """Log of how far a run has been from the control so far, window by window: (seeds, windows).
+
+    It is at least the log of two ulps of a loss.
+    """
+    size = np.abs(control).astype(np.float32)
+    ulps = ULPS * (np.nextafter(size, np.float32(np.inf)) - size).astype(np.float64)
+    gap = np.abs(run - control)
+    return np.log(np.maximum.accumulate(np.maximum(np.where(np.isnan(gap), np.inf, gap), ulps), axis=1))
 
 
 def _outcome(told: Converging, test: str, differences: Losses, tolerated: Losses) -> Outcome:
-    # A loss that is not a number is one
+    # A loss that is not a number is an alarm
     alarms = np.flatnonzero(~(np.abs(differences) <= tolerated))
     after = (int(alarms[0]) + 1) * told.window if len(alarms) else None
     return Outcome(test, differences.tolist(), tolerated.tolist(), after)
@@ -148,7 +153,10 @@ def _choices(total: int, number: int) -> Iterator[tuple[int, ...]]:
 def alarms_among_correct_runs(
     told: Converging, control: Losses, twin: Losses, second: Losses
 ) -> dict[str, tuple[int, int]]:
-    """Test -> (alarms, trials): every choice of `seeds` seeds of the second twin, as if it were a run to be judged."""
+    """Test -> (alarms, trials), of choices of `seeds` seeds of the second twin, each as if it were a run to be judged.
+
+    These are all choices, or MOST_TRIALS random ones if there are more.
+    """
     counts = {OTHER: 0, SAME: 0}
     trials = list(islice(_choices(len(control), told.seeds), MOST_TRIALS))
     for own in trials:

@@ -45,8 +45,8 @@ class SeveralSeeds:
         report.note(f"{printable(self.study.title)}: {len(flat)} runs -> {printable(self.place)}")
         failed = training.train_alike(flat, self.place, note=report.note)
         found = rows(self.study, self.told, self.planned, failed)
-        said = write(self.study, self.told, self.planned, found, self.place, command)
-        print("", *in_columns(table(found)), "", said, "", sep="\n")
+        tolerances = write(self.study, self.told, self.planned, found, self.place, command)
+        print("", *in_columns(table(found)), "", tolerances, "", sep="\n")
         report.tell_figure(self.place)
         return good(found)
 
@@ -143,10 +143,10 @@ def _incomparable(run: Planned, control: Planned, *, whole: bool) -> str:
     for key in ALIKE:
         if mine[key] != theirs[key]:
             return f"{key} is {mine[key]}, the control's {theirs[key]}"
-    steps, of_control = run.inputs.num_steps, control.inputs.num_steps
-    if steps > of_control or (whole and steps != of_control):
-        return f"debug_steps is {steps}, the control's {of_control}"
-    schedules = [one.config.schedule_steps or one.inputs.num_steps for one in (run, control)]
+    steps, control_steps = run.inputs.num_steps, control.inputs.num_steps
+    if steps > control_steps or (whole and steps != control_steps):
+        return f"debug_steps is {steps}, the control's {control_steps}"
+    schedules = [planned.config.schedule_steps or planned.inputs.num_steps for planned in (run, control)]
     if schedules[0] != schedules[1] and rates.changes(vars(run.config)):
         return f"schedule_steps is {schedules[0]}, the control's {schedules[1]}"
     return ""
@@ -183,14 +183,14 @@ def rows(study: Study, told: Converging, planned: Seeded, failed: dict[str, str]
             why = next(failed[run.name] for run in runs if run.name in failed)
             found.append({**row, "outcome": DID_NOT_RUN, "why": why})
             continue
-        own = list(range(told.seeds))
+        seeds = list(range(told.seeds))
         row |= {"steps": runs[0].inputs.num_steps, "windows": means[name].tolist()}
         if name == told.control:
             row["outcome"] = CONTROL
         else:
-            tests = converging.judge(told, means[name][own], own, *baseline)
-            row["tests"] = {one.test: {**dataclasses.asdict(one), "worst": one.worst} for one in tests}
-            alarm = any(one.found_after is not None for one in tests)
+            tests = converging.judge(told, means[name][seeds], seeds, *baseline)
+            row["tests"] = {test.test: {**dataclasses.asdict(test), "worst": test.worst} for test in tests}
+            alarm = any(test.found_after is not None for test in tests)
             row["outcome"] = (FOUND if alarm else MISSED) if row["fault"] else FAIL if alarm else PASS
         found.append(row)
     return found
@@ -225,21 +225,21 @@ def table(found: list[dict[str, Any]]) -> list[list[str]]:
         cells += [str(row["steps"]), f"{np.mean(row['windows'][:fewest], axis=0)[-1]:.4f}"]
         tests = row.get("tests", {})
         cells += [f"{tests[test]['worst']:.2f}" if tests else "" for test in (OTHER, SAME)]
-        after = [one["found_after"] for one in tests.values() if one["found_after"] is not None]
+        after = [test["found_after"] for test in tests.values() if test["found_after"] is not None]
         lines.append([*cells, str(min(after)) if after else "", row["outcome"]])
     return lines
 
 
 def about_tolerance(told: Converging, found: list[dict[str, Any]]) -> str:
-    """How wide the tolerance is, and how often correct runs exceed it."""
+    """Return how wide the tolerance is, and how often correct runs exceed it, as sentences."""
     means = {row["run"]: np.array(row["windows"]) for row in found if "windows" in row}
     alarms = converging.alarms_among_correct_runs(told, *(means[name] for name in told.roles))
     row = next(row for row in found if row["run"] == told.twin)
     widths = {test: row["tests"][test]["tolerated"] for test in (OTHER, SAME)}
-    far = np.exp(converging.drift(means[told.twin], means[told.control])[: told.seeds]).mean(0)[-1]
+    moved = np.exp(converging.drift(means[told.twin], means[told.control])[: told.seeds]).mean(0)[-1]
     tolerated = (
         f"other seeds: {min(widths[OTHER]):.2f} to {max(widths[OTHER]):.2f} nats; same seeds: {min(widths[SAME]):.0f} to {max(widths[SAME]):.0f} "
-        f"times as far as one ulp of the weights, which moves a window by {far:.1e} nats at the end"
+        f"times as far as one ulp of the weights, which moves a window by {moved:.1e} nats at the end"
     )
     counted = "; ".join(f"{test}: {count} of {trials}" for test, (count, trials) in alarms.items())
     correct = sum(not row["fault"] and row["outcome"] not in (CONTROL, DID_NOT_RUN) for row in found)
@@ -258,10 +258,10 @@ def write(
     place: Path,
     command: str,
 ) -> str:
-    """The reports and losses.png in the folder of the study; returns what the report says of its tolerances."""
+    """Write the reports and losses.png into the folder of the study; return what the report says of its tolerances."""
     machine = report.provenance(planned[told.control][0])
-    lines, said = table(found), about_tolerance(told, found)
-    further = ["", said, ""]
+    lines, tolerances = table(found), about_tolerance(told, found)
+    further = ["", tolerances, ""]
     further += [f"- {row['run']}: {_story(row['fault'])}" for row in found if row["fault"]]
     further += [
         f"- {row['run']}: {DID_NOT_RUN}: {printable(row['why'], 400)}"
@@ -279,12 +279,12 @@ def write(
         table=lines,
         further=further,
         listed=list(zip(lines[1:], pages, strict=True)),
-        said=[said],
+        said=[tolerances],
         converging=told.model_dump(),
     )
-    _write_losses(study, told, planned, found, place, said, report.made_by(command, machine))
+    _write_losses(study, told, planned, found, place, tolerances, report.made_by(command, machine))
     draw(told, found, place / "losses.png")
-    return said
+    return tolerances
 
 
 def _write_losses(
@@ -355,7 +355,7 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
     correct = [row for row in ran if not row["fault"] and row["run"] != told.control]
     labels = {row["run"]: row["run"] for row in ran if row not in correct}
     labels |= {row["run"]: f"{len(correct)} runs without a fault" for row in correct[:1]}
-    looks = itertools.cycle(itertools.product(DASHES, (ORANGE, VERMILION, *FURTHER_COLORS[:2])))
+    styles = itertools.cycle(itertools.product(DASHES, (ORANGE, VERMILION, *FURTHER_COLORS[:2])))
     shown: list[float] = []
     for row in ran:
         at = np.arange(1, len(row["windows"][0]) + 1) * told.window
@@ -364,7 +364,7 @@ def draw(told: Converging, found: list[dict[str, Any]], path: Path) -> None:
         elif row in correct:  # a run of one window is a point
             style = {"color": BLUE, "linewidth": 1, "marker": ".", "markersize": 4}
         else:
-            dashes, color = next(looks)
+            dashes, color = next(styles)
             style = {"color": color, "linestyle": dashes, "linewidth": 1.8}
         mean = np.mean(row["windows"][: told.seeds], axis=0)
         panels[0].plot(at, mean, **style, label=labels.get(row["run"]))

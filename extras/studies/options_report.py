@@ -76,21 +76,21 @@ def results(
                 "outcome": outcome,
                 "why": why or (f"first wrong tensor: {first[0]}" if first else ""),
                 "worst tensor of tolerated": row.get("worst tensor of tolerated"),
-                "other": _other(case, runs),
+                "other": _differs_in(case, runs),
                 "page": f"groups/{group.name}/{row['page']}" if row.get("page") else "",
             }
         )
     return rows
 
 
-def _other(case: Case, runs: dict[str, Planned]) -> list[str] | None:
-    """In what the run differs from its neighbour: "bits" (of losses, norms or final weights), "collectives" (how many of each operation).
+def _differs_in(case: Case, runs: dict[str, Planned]) -> list[str] | None:
+    """In what the run differs from its neighbour; None if one of the two did not finish.
 
-    None if one of the two did not finish.
+    "bits": of losses, norms or final weights. "collectives": how many of each operation.
     """
     if case.neighbour is None or not {case.name, case.neighbour} <= runs.keys():
         return None
-    read = []
+    compared = []
     for name in (case.name, case.neighbour):
         path = runs[name].config.history_path
         if not path.exists():
@@ -99,14 +99,14 @@ def _other(case: Case, runs: dict[str, Planned]) -> list[str] | None:
         if record.ended != "finished":
             return None
         numbers = [(step["loss"], step["grad_norm"]) for step in record.steps]
-        read.append(
+        compared.append(
             {
                 "bits": (numbers, record.weights["final_sha256"]),
                 "collectives": record.run.get("collectives"),
             }
         )
-    one, other = read
-    return [what for what in one if one[what] != other[what]]
+    own, neighbour = compared
+    return [what for what in own if own[what] != neighbour[what]]
 
 
 def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -131,7 +131,7 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
             lines.append(
                 [
                     f"{option} = {json.dumps(value)}",
-                    *(outcomes.get(each, "") for each in alone_with),
+                    *(outcomes.get(flag_value, "") for flag_value in alone_with),
                     _acts(alone),
                     in_pairs if pairs else "",
                 ]
@@ -140,9 +140,9 @@ def table(study: Study, rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _acts(alone: list[dict[str, Any]]) -> str:
-    """In what any of the runs with an option alone differs from that without it."""
+    """In what any of the runs with an option alone differs from the run without it."""
     known = [row["other"] for row in alone if row["other"] is not None]
-    differ = [what for what in ("bits", "collectives") if any(what in other for other in known)]
+    differ = [what for what in ("bits", "collectives") if any(what in differing for differing in known)]
     return (", ".join(differ) or NOT_SEEN) if known else ""
 
 
@@ -153,16 +153,16 @@ def good(rows: list[dict[str, Any]]) -> bool:
 def write(
     study: Study, rows: list[dict[str, Any]], place: Path, command: str, machine: dict[str, Any]
 ) -> None:
-    """The reports in the folder of the study; `machine` is the provenance."""
+    """Write the reports into the folder of the study. `machine` is the provenance."""
     others = [row for row in rows if row["outcome"] != PASS]
-    told = " The others:"
+    heading = " The others:"
     if study.vary is not None and study.vary.each_up_to:
-        others, told = (
+        others, heading = (
             compositions.unexplained(others),
             " Of the others, those that have no smaller choice among them:",
         )
     passed = sum(row["outcome"] == PASS for row in rows)
-    further = ["", f"{len(rows)} runs. {passed} pass." + (told if others else ""), ""]
+    further = ["", f"{len(rows)} runs. {passed} pass." + (heading if others else ""), ""]
     further += [
         f"- {row['group']}, {json.dumps(row['options'])}: {row['outcome']}: {printable(row['why'], 400)}"
         for row in others
@@ -182,7 +182,7 @@ def write(
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """A line of the page: one run. The table of report.md has one for each value of an option."""
+    """The line of a run on the page. The table of report.md has a line for each value of an option instead."""
     worst = row["worst tensor of tolerated"]
     return [
         f"{row['group']}/{row['case']}",

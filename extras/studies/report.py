@@ -52,8 +52,8 @@ class SingleRuns:
         study, planned, place = self.study, self.planned, self.place
         print(f"{printable(study.title)}: {len(planned)} runs -> {printable(place)}", flush=True)
         # While one core imports for the first ranks, the other imports for the report.
-        with ThreadPoolExecutor(max_workers=1) as aside:
-            aside.submit(prepare, planned[0])
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            executor.submit(prepare, planned[0])
             failed = training.train(planned, place, apart=study.memory, note=note)
             if study.tensors:
                 training.reference(planned, place)
@@ -81,13 +81,11 @@ def show(planned: list[Planned]) -> None:
     print(f"{control.name}: {control.config.label}, the control")
     for key, value in control.config.as_dict().items():
         print(f"  {key:<28} {printable(value)}")
-    for each in planned[1:]:
-        print(
-            f"{each.name}: {each.config.label}" + (f"; measured only: {each.differs}" if each.differs else "")
-        )
-        for key, (mine, theirs) in differences(each, control).items():
-            of_control = "" if theirs is None else f" (control: {printable(theirs)})"
-            print(f"  {key:<28} {printable(mine)}{of_control}")
+    for run in planned[1:]:
+        print(f"{run.name}: {run.config.label}" + (f"; measured only: {run.differs}" if run.differs else ""))
+        for key, (run_value, control_value) in differences(run, control).items():
+            of_control = "" if control_value is None else f" (control: {printable(control_value)})"
+            print(f"  {key:<28} {printable(run_value)}{of_control}")
 
 
 def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Path) -> list[dict[str, Any]]:
@@ -112,10 +110,10 @@ def rows(study: Study, planned: list[Planned], failed: dict[str, str], place: Pa
 
 
 def write_losses(judged: Judged, study: Study, verdict: str, outcomes: dict[str, str], folder: Path) -> None:
-    """The page of the runs' losses; `outcomes` are the runs', by name."""
+    """Write the page of the runs' losses. `outcomes`: name of a run -> its outcome."""
     views = [
-        View(name, one.run["label"], outcomes[name], f"{len(one.steps)} losses", contract=one.contract or {})
-        for name, one in judged.histories.items()
+        View(name, log.run["label"], outcomes[name], f"{len(log.steps)} losses", contract=log.contract or {})
+        for name, log in judged.histories.items()
     ]
     lead = "The loss of each step beside the control's."
     versions = ", ".join(
@@ -144,7 +142,7 @@ def prepare(run: Planned) -> None:
 
 
 def _base(run: Planned) -> tuple[History, loss_curves.Tolerance]:
-    """What other runs are judged by: its history, and the tolerance that its control run shows."""
+    """What other runs are judged by: this run's history, and the tolerance that its control run shows."""
     baseline = history.read(run.config.history_path)
     return baseline, loss_curves.tolerance_for(baseline, _noise(run))
 
@@ -159,17 +157,20 @@ def predicted(run: Planned) -> dict[str, Any]:
     from extras.memory import plan
 
     try:
-        found = plan.of(run.config, run.inputs.architecture)
+        memory_plan = plan.of(run.config, run.inputs.architecture)
     except UserError:  # what it keeps is not known
         return {}
-    moment, most = found.peak
-    if run.config.device == "cpu" and found.built > most:
-        moment, most = "building the model", found.built
-    return {"predicted memory": {"bytes": most, "moment": moment}}
+    moment, peak = memory_plan.peak
+    if run.config.device == "cpu" and memory_plan.built > peak:
+        moment, peak = "building the model", memory_plan.built
+    return {"predicted memory": {"bytes": peak, "moment": moment}}
 
 
 def judge_tensors(place: Path, ran: list[Planned], losses: Judged) -> "Result":
-    """Every captured tensor against the float64 reference; report.html, report.md and report.json of the tensors are written beside the dumps."""
+    """Judge every captured tensor against the float64 reference.
+
+    report.html, report.md and report.json of the tensors are written beside the dumps.
+    """
     from lockstep import compare
 
     names = [run.name for run in ran if run.config.capture_dir is not None]
@@ -192,12 +193,12 @@ def _row(
     }
     if failure:
         return {**row, "outcome": DID_NOT_RUN, "why": failure}
-    mine = history.read(run.config.history_path)
-    row |= {"told_sha256": mine.run.get("told_sha256"), **measured(mine, run.inputs.batches.steps_per_epoch)}
+    log = history.read(run.config.history_path)
+    row |= {"told_sha256": log.run.get("told_sha256"), **measured(log, run.inputs.batches.steps_per_epoch)}
     if run is control:
         return {**row, "outcome": "control"}
     baseline, tolerance = bases[control.name]
-    row |= _gaps(mine, baseline)
+    row |= _gaps(log, baseline)
     if run.differs is not None:
         return {**row, "outcome": MEASURED, "why": run.differs}
     if run.against is not None:
@@ -208,23 +209,23 @@ def _row(
                 "why": f"{run.against}, which it is judged by, did not run",
             }
         baseline, tolerance = bases[run.against]
-        row |= {"judged by": run.against, "from the control": _gaps(mine, bases[control.name][0])}
-        row |= _gaps(mine, baseline)
+        row |= {"judged by": run.against, "from the control": _gaps(log, bases[control.name][0])}
+        row |= _gaps(log, baseline)
     try:
-        loss_curves.require_comparable_curves(baseline, mine)
+        loss_curves.require_comparable_curves(baseline, log)
     except UserError as error:
         return {**row, "outcome": REFUSED, "why": str(error)}
-    curve = loss_curves.compare_curves(baseline, mine, tolerance)
+    curve = loss_curves.compare_curves(baseline, log, tolerance)
     row |= {"losses": curve.outcome, "tolerated loss difference": tolerance.maximum}
     outcomes = [curve.outcome]
     if result is not None and run.against is None:
-        found = result.runs[run.name]
+        findings = result.runs[run.name]
         verdict = FAIL if result.has_failed(run.name) else result.verdict(run.name)
-        first = [" ".join(map(str, failure)) for failure in found.failures[:1]]
+        first = [" ".join(map(str, failure)) for failure in findings.failures[:1]]
         row |= {
             "tensors": verdict,
-            "worst tensor of tolerated": found.nearest,
-            "tensors judged": len(found.judged),
+            "worst tensor of tolerated": findings.nearest,
+            "tensors judged": len(findings.judged),
             "first wrong": first,
         }
         outcomes.append(verdict)
@@ -232,25 +233,25 @@ def _row(
     return {**row, "why": curve.doubt} if row["outcome"] == NOT_JUDGED else row
 
 
-def _gaps(mine: History, baseline: History) -> dict[str, Any]:
+def _gaps(log: History, baseline: History) -> dict[str, Any]:
     """How far losses (nats) and gradient norms of groups (relative) are from those of another run."""
-    pairs = list(zip(mine.steps, baseline.steps, strict=False))
+    pairs = list(zip(log.steps, baseline.steps, strict=False))
     gaps = [abs(a["loss"] - b["loss"]) for a, b in pairs]
-    found: dict[str, Any] = {
+    cells: dict[str, Any] = {
         "largest loss difference": max(gaps),
         "mean loss difference": statistics.fmean(gaps),
         "last loss difference": gaps[-1],
         "largest gradient norm difference": max(loss_curves.norm_gap(b, a) for a, b in pairs),
     }
     if all("group_norms" in step for pair in pairs for step in pair):
-        found["mean difference of group norms"] = {
+        cells["mean difference of group norms"] = {
             group: statistics.fmean(
                 abs(a["group_norms"][group] - b["group_norms"][group]) / b["group_norms"][group]
                 for a, b in pairs
             )
             for group in baseline.steps[0]["group_norms"]
         }
-    return found
+    return cells
 
 
 def measured(mine: History, steps_per_epoch: int) -> dict[str, Any]:
@@ -284,7 +285,10 @@ def _largest(one: History, other: History, first: int, last: int) -> float:
 
 
 def parting(pairs: dict[str, tuple[History, History]]) -> list[list[str]]:
-    """A table, the head first: title of a column -> the two runs."""
+    """The table of the largest loss differences in ranges of steps, its head first.
+
+    `pairs`: title of a column -> the two runs that it compares.
+    """
     steps = min(len(run.steps) for pair in pairs.values() for run in pair)
     return [
         ["steps", *pairs],
@@ -296,7 +300,10 @@ def parting(pairs: dict[str, tuple[History, History]]) -> list[list[str]]:
 
 
 def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]:
-    """Lines of a table: where losses part, each run from the one that it is judged by, and that one from its own control run."""
+    """Lines of a table: where losses part.
+
+    Each run is compared with the one that it is judged by, and that one with its own control run.
+    """
     pairs: dict[str, tuple[History, History]] = {}
     for run in planned:
         base = run.against or planned[0].name
@@ -309,7 +316,10 @@ def _parting(planned: list[Planned], histories: dict[str, History]) -> list[str]
 
 
 def resources(found: list[dict[str, Any]]) -> list[str]:
-    """Lines of a table: time of an epoch and memory of each rank; and which run that passes needs least of either."""
+    """Lines of a table: time of an epoch and memory of each rank.
+
+    The last line says which runs that pass need least of either.
+    """
     lines = [
         [
             "run",
@@ -340,18 +350,22 @@ def resources(found: list[dict[str, Any]]) -> list[str]:
 
 
 def group_norms(found: list[dict[str, Any]]) -> list[str]:
-    """Lines of a table: how far the gradient norm of each group of parameters is from that of the run that judges, in the mean over steps."""
+    """Lines of a table: how far the gradient norm of each group of parameters is from that of the run that it is judged by.
+
+    This is a mean over the steps.
+    """
     key = "mean difference of group norms"
-    measured = [row for row in found if key in row]
-    if not measured:
+    with_norms = [row for row in found if key in row]
+    if not with_norms:
         return []
-    names = [row["run"] + (f" (from {row['judged by']})" if "judged by" in row else "") for row in measured]
+    names = [row["run"] + (f" (from {row['judged by']})" if "judged by" in row else "") for row in with_norms]
     about = "Gradient norm of each group of parameters: relative difference from the control, mean over the steps."
-    lines = [[group, *(f"{row[key][group]:.1e}" for row in measured)] for group in measured[0][key]]
+    lines = [[group, *(f"{row[key][group]:.1e}" for row in with_norms)] for group in with_norms[0][key]]
     return ["", about, "", *in_markdown([["group", *names], *lines])]
 
 
 def good(found: list[dict[str, Any]]) -> bool:
+    """Whether all runs, given as rows, are as they should be."""
     return all(row["outcome"] in ("control", PASS, MEASURED) for row in found)
 
 
@@ -417,13 +431,14 @@ def publish(
     said: Sequence[str] = (),
     **content: Any,
 ) -> None:
-    """report.md, report.html and report.json in the folder of a study.
+    """Write report.md, report.html and report.json into the folder of a study.
 
-    `machine` is the `provenance` and `further` are lines after the `table`. `listed` are the lines of the page, with what each links to,
-    under `head` (default: the table's), after the sentences `said`. `content` goes into the JSON, too.
+    `machine` is the `provenance`, `further` are lines after the `table`. The page has the sentences `said`, and below them a
+    table with the `head` (default: that of `table`) and the lines `listed`, each with what it links to. `content` goes into
+    the JSON, too.
     """
-    whole = {"title": study.title, "command": command, **machine, "good": passed, **content, "runs": rows}
-    write_text(place / "report.json", json.dumps(whole, indent=1) + "\n")
+    report = {"title": study.title, "command": command, **machine, "good": passed, **content, "runs": rows}
+    write_text(place / "report.json", json.dumps(report, indent=1) + "\n")
     about, made = [study.about.strip()] if study.about else [], made_by(command, machine)
     parts = [
         f"# {study.title}",
@@ -441,12 +456,12 @@ def publish(
 def write(
     study: Study, planned: list[Planned], found: list[dict[str, Any]], place: Path, command: str
 ) -> None:
-    """report.md, report.html, report.json and losses.png in the folder of the study."""
+    """Write report.md, report.html, report.json and losses.png into the folder of the study."""
     lines, further = table(study, found), []
     if study.memory:
         further += ["", MEMORY, *resources(found)]
     changed = (row["differs from the control in"].items() for row in found[1:])
-    cells = (printable(", ".join(f"{key} {value}" for key, value in each), 400) for each in changed)
+    cells = (printable(", ".join(f"{key} {value}" for key, value in items), 400) for items in changed)
     pairs = [(row["run"], cell) for row, cell in zip(found[1:], cells, strict=True)]
     further += ["", *in_markdown([("run", "differs from the control in"), *pairs])]
     further += [*group_norms(found), ""]

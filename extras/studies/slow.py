@@ -1,7 +1,7 @@
 """Planted faults of training that are too small to be seen in one step, but add up over many.
 
-They are not in the catalogue, whose faults the tensors of the first steps must show. What finds them, if anything, is where the losses of
-several runs end up (extras/studies/converging.py). A fault is a generator function, as in catalogue.py.
+They are not in the catalogue, whose faults the tensors of the first steps must show. What finds them, if anything, is where
+the losses of several runs end up (extras/studies/converging.py). A fault is a generator function, as in catalogue.py.
 """
 
 import functools

@@ -24,8 +24,8 @@ tp_size = 1
 precision = "bf16"
 against = "ddp-bf16"           # its losses are judged by this run of DDP, which gets a control run of its own
 
-In the place of runs, a study may have a table [vary] (extras/studies/variations.py). With a table [converging] every run is trained with
-several seeds, and may have a planted fault (extras/studies/converging.py).
+In the place of runs, a study may have a table [vary] (extras/studies/variations.py). With a table [converging] every run
+is trained with several seeds, and may have a planted fault (extras/studies/converging.py).
 """
 
 import re
@@ -83,12 +83,11 @@ class Vary(Strict):
     flags: Flags = {}  # of all runs but the control
     shared: dict[Flag, Values] = {}
     alone_with: Flag | None = None  # a shared flag: one by one with each of its values
-    each_up_to: Annotated[int, Field(ge=0, le=3)] = (
-        0  # of so many options every choice has a run (compositions.py)
-    )
+    # Every choice of up to so many options has a run (compositions.py)
+    each_up_to: Annotated[int, Field(ge=0, le=3)] = 0
     options: Annotated[dict[Option, VariedValues], Field(min_length=1)]
     alone: dict[Option, VariedValues] = {}  # options that are varied one by one only
-    # Of an option, or of one value of it (`place_of`)
+    # What an option needs, or one value of it (`place_of`)
     needs: dict[Option, dict[Option, Values]] = {}
     # options that change numbers by design, and how: measured, not judged
     differs: dict[Option, Name] = {}
@@ -128,7 +127,7 @@ class Planned:
 
 
 def read(path: Path) -> Study:
-    """Raises UserError, with the line, for a file that is no study."""
+    """Read the file of a study. Raises UserError, with the line, for a file that is none."""
     try:
         if require_regular(path) > LARGEST:
             raise UserError(f"{path}: too large for a study ({LARGEST >> 20} MiB at most)")
@@ -204,17 +203,17 @@ def _at_line(text: str, path: Path, message: str) -> str:
 
 def line_of(text: str, table: str, key: str) -> int:
     """The line of a key in a table of a TOML text; the table's own line, or 1, where the key has none."""
-    found, inside = 1, table == ""
+    header_line, inside = 1, table == ""
     for number, line in enumerate(text.splitlines(), start=1):
         header = re.match(r"\s*\[([^\]]*)\]", line)
         if header:
             name = header[1].replace('"', "").replace(" ", "")
             inside = name == table
             if name in (table, f"{table}.{key}".strip(".")):
-                found = number
+                header_line = number
         elif inside and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
             return number
-    return found
+    return header_line
 
 
 def plan(study: Study, path: Path, folder: Path) -> list[Planned]:
@@ -259,12 +258,13 @@ def plan_run(study: Study, name: str, run: Run, flags: Flags, folder: Path) -> P
     """One run with all its flags, in a folder. Raises UserError if it could not be started."""
     arguments = arguments_of(run.strategy, flags)
     is_base = any(other.against == name for other in study.runs.values())
-    alone = is_base or "noise_control" in flags  # control runs have one name
-    losses = str(folder / "losses" / name if alone else folder / "losses")
+    # All control runs have the same name, so a run that has one needs a folder of its own
+    has_folder = is_base or "noise_control" in flags
+    losses = str(folder / "losses" / name if has_folder else folder / "losses")
     arguments += ["--loss_output_dir", losses, "--storage_path", losses]
     if name != BASELINE:
         arguments += ["--run_name", name]
-    # The reference is the control's
+    # The other runs are not compared with the reference, which is the control's
     if study.tensors and run.differs is None and run.against is None:
         arguments += [
             "--capture_dir",
@@ -284,21 +284,24 @@ def arguments_of(strategy: str, flags: Flags) -> list[str]:
 
 
 def _words(flag: str, value: Value, takes_none: bool) -> list[str]:
-    """A flag on a command line. One that takes no value is on or left out; others are told true or false as TOML writes them."""
+    """A flag on a command line.
+
+    One that takes no value is on or left out. Others are given true or false as TOML writes them.
+    """
     if isinstance(value, bool):
         return ([f"--{flag}"] if value else []) if takes_none else [f"--{flag}", str(value).lower()]
     return [f"--{flag}", str(value)]
 
 
 def differences(run: Planned, control: Planned) -> dict[str, tuple[object, object]]:
-    """Flag -> (the run's value, the control's) of all in which they differ, other than places."""
+    """Flag -> (the run's value, the control's) of all flags in which they differ, other than places."""
     mine, theirs = (
-        {key: value for key, value in one.config.recorded().items() if key != "run_name"}
-        for one in (run, control)
+        {key: value for key, value in planned.config.recorded().items() if key != "run_name"}
+        for planned in (run, control)
     )
-    own, others = mine.pop("own"), theirs.pop("own")
+    own_options, others = mine.pop("own"), theirs.pop("own")
     # What only one of two strategies can be told is a difference if it is told so.
     defaults = {option.name: option.default for option in fields(run.config.spec.options)}
-    mine |= {key: value for key, value in own.items() if key in others or value != defaults[key]}
-    theirs |= {key: value for key, value in others.items() if key in own}
+    mine |= {key: value for key, value in own_options.items() if key in others or value != defaults[key]}
+    theirs |= {key: value for key, value in others.items() if key in own_options}
     return {key: (value, theirs.get(key)) for key, value in mine.items() if value != theirs.get(key)}

@@ -20,15 +20,15 @@ def finished(run: Planned, *, noise: bool = False) -> bool:
     """Whether a run of exactly this configuration has finished before."""
     config = dataclasses.replace(run.config, noise_control=True) if noise else run.config
     try:
-        found = history.read(config.history_path)
+        record = history.read(config.history_path)
     except UserError:  # there is none, or it was cut off
         return False
-    # The control's alone is asked to write the weights of all.
+    # Only the control is asked to save the initial weights, which are those of all runs.
     asked, recorded = (
-        {**each, "save_init_weights": False} for each in (config.recorded(), found.run["config"])
+        {**flags, "save_init_weights": False} for flags in (config.recorded(), record.run["config"])
     )
     captured = config.capture_dir is None or (config.capture_folder / "manifest.json").exists()
-    return found.ended == "finished" and recorded == asked and captured
+    return record.ended == "finished" and recorded == asked and captured
 
 
 def train(
@@ -36,15 +36,15 @@ def train(
 ) -> dict[str, str]:
     """Train what is not finished, the control and its control run first; returns why runs failed, by name.
 
-    Runs of one mesh share a start of the ranks, unless they are to run `apart`: the peak memory of a process is that of all it has done.
-    Raises jobs.JobFailed if the control fails: nothing can then be compared.
+    Runs of one mesh share a start of the ranks, unless they are to run `apart`: the peak memory of a process is that of all
+    it has done. Raises jobs.JobFailed if the control fails: nothing can then be compared.
     """
     control, *others = planned
     weights = ["--init_weights_path", str(folder / WEIGHTS)]
     left = [run for run in others if not finished(run) or (run.is_base and not finished(run, noise=True))]
     total, begin = len(left) + 1, time.monotonic()  # the control among them
-    there = (folder / WEIGHTS).exists() and finished(control) and finished(control, noise=True)
-    if not there:
+    has_control = (folder / WEIGHTS).exists() and finished(control) and finished(control, noise=True)
+    if not has_control:
         note(f"run 1 of {total}: the control, and the control run")
         first = [*control.arguments, *weights, "--save_init_weights", "--overwrite", "--control"]
         jobs.start_all_groups(
@@ -57,7 +57,10 @@ def train(
 
 
 def train_alike(planned: list[Planned], folder: Path, note: Callable[[str], None]) -> dict[str, str]:
-    """Train the unfinished runs; returns why runs failed, by name. None has to come first: each makes its own initial weights."""
+    """Train the unfinished runs; returns why runs failed, by name.
+
+    No run has to come first: each makes its own initial weights.
+    """
     left = [run for run in planned if not finished(run)]
     arguments = {run.name: [*run.arguments] for run in left}
     return _train(left, arguments, folder, apart=False, note=note, done=0, begin=time.monotonic())
@@ -88,9 +91,9 @@ def _train(
     for number, group in enumerate(groups):
         waiting = group
         while waiting:
-            each = (time.monotonic() - begin) / max(done, 1)
+            run_seconds = (time.monotonic() - begin) / max(done, 1)
             names = ", ".join(run.name for run in waiting)
-            time_left = f"; about {progress.duration(each * (total - done))} left" if done else ""
+            time_left = f"; about {progress.duration(run_seconds * (total - done))} left" if done else ""
             note(f"run {done + 1} of {total}: {names}{time_left}")
             work = folder / "logs" / f"{number}-{waiting[0].name}"
             todo = [_job(run, arguments[run.name]) for run in waiting]

@@ -1,4 +1,6 @@
-"""A [vary] table: options of a strategy, one by one and together in pairs, each run judged against a control with the same model.
+"""A [vary] table: options of a strategy, one by one and together in pairs.
+
+Each run is judged against a control with the same model.
 
 [vary]
 strategy = "NAME"
@@ -64,7 +66,7 @@ class Group:
 
 def groups(vary: Vary) -> list[Group]:
     """One by one, then in pairs with all shared values. Raises UserError without the package covertable."""
-    found = {
+    by_name = {
         name_of(shared): Group(name_of(shared), shared, one_by_one(vary, shared)) for shared in alone(vary)
     }
     for number, row in enumerate(_in_pairs(vary)):
@@ -72,9 +74,9 @@ def groups(vary: Vary) -> list[Group]:
         choice = {
             option: value for option, value in row.items() if option in vary.options and value != DEFAULT
         }
-        group = found.setdefault(name_of(shared), Group(name_of(shared), shared))
+        group = by_name.setdefault(name_of(shared), Group(name_of(shared), shared))
         group.cases.append(Case(f"pairs-{number:02}", choice))
-    return list(found.values())
+    return list(by_name.values())
 
 
 def only(groups: list[Group], names: list[str]) -> list[Group]:
@@ -107,7 +109,10 @@ def alone(vary: Vary) -> list[Flags]:
 
 
 def one_by_one(vary: Vary, shared: Flags) -> list[Case]:
-    """The default, and each value of each option, with what the option needs and nothing else; not where `shared` is not what it needs."""
+    """The cases of the default, and of each value of each option, with what the option needs and nothing else.
+
+    An option that needs other values than the `shared` ones is left out.
+    """
     cases = {"default": Case("default", {})}
     names = {_key({}): "default"}
     for option, values in (*vary.options.items(), *vary.alone.items()):
@@ -116,12 +121,12 @@ def one_by_one(vary: Vary, shared: Flags) -> list[Case]:
             if any(shared[key] not in allowed for key, allowed in needs.items() if key in shared):
                 continue
             needed = {key: allowed[0] for key, allowed in needs.items() if key not in shared}
-            without: Choice = {key: each for key, each in needed.items() if each != DEFAULT}
+            without: Choice = {key: v for key, v in needed.items() if v != DEFAULT}
             choice = {**without, option: value}
             neighbour = names.setdefault(_key(without), f"base-{len(cases):02}")
             cases.setdefault(neighbour, Case(neighbour, without))
             name = names.setdefault(_key(choice), f"alone-{len(cases):02}")
-            # The case may have been there as a neighbour
+            # The case may already be there as a neighbour
             cases[name] = Case(name, choice, option, neighbour)
     return list(cases.values())
 
@@ -148,12 +153,12 @@ def _in_pairs(vary: Vary) -> list[dict[str, Any]]:
     keys = {option: number for number, option in enumerate(factors)}
 
     def need(option: str, value: Any, other: str, allowed: list[Any]) -> dict[str, Any]:
-        one, two = keys[option], keys[other]
+        key, other_key = keys[option], keys[other]
 
         def holds(row: dict[int, Any]) -> bool:
-            return row[one] != value or row[two] in allowed
+            return row[key] != value or row[other_key] in allowed
 
-        return {"operator": "fn", "requires": [one, two], "evaluate": holds}
+        return {"operator": "fn", "requires": [key, other_key], "evaluate": holds}
 
     needs = [
         need(option, value, other, allowed)
@@ -169,16 +174,16 @@ def as_run(vary: Vary, case: Case) -> Run:
     """The case as a run of a study: flags as they are, everything else in the file of the strategy's library."""
     spec = spec_of(vary.strategy)
     actions = build_parser(vary.strategy)._actions
-    own = {name.removeprefix("--") for action in actions for name in action.option_strings}
-    flags = {option: value for option, value in case.choice.items() if option in own}
+    flag_names = {name.removeprefix("--") for action in actions for name in action.option_strings}
+    flags = {option: value for option, value in case.choice.items() if option in flag_names}
     content: dict[str, Any] = {}
-    for place, value in case.choice.items():
-        if place not in own:
-            *above, last = place.split(".")
-            inside = content
-            for key in above:
-                inside = inside.setdefault(key, {})
-            inside[last] = value
+    for option, value in case.choice.items():
+        if option not in flag_names:
+            *sections, key = option.split(".")
+            section = content
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[key] = value
     if content:
         flags[_file_option(spec)] = json.dumps(content)
     differs = next((why for option, why in vary.differs.items() if option in case.choice), None)
@@ -193,8 +198,8 @@ def _file_option(spec: Spec) -> str:
 
 def plan(study: Study, vary: Vary, group: Group, place: Path) -> tuple[list[Planned], dict[str, str]]:
     """The control and the runs of a group, and why the others are refused, by name."""
-    planned = study_file.plan_control(study, {**study.shared, **group.shared, **study.control}, place)
-    accepted, refused = [planned], {}
+    control = study_file.plan_control(study, {**study.shared, **group.shared, **study.control}, place)
+    accepted, refused = [control], {}
     for case in group.cases:
         run = as_run(vary, case)
         flags = {**study.shared, **group.shared, **vary.flags, **run.flags, "count_collectives": True}

@@ -1,4 +1,7 @@
-"""One run that failed, and its first wrong tensor: what was captured, and whether a value explains it."""
+"""One run that failed, and its first wrong tensor: what was captured, and whether a value explains it.
+
+In this folder, `own` is what the run computed, and `exact` what the reference has.
+"""
 
 import math
 import re
@@ -21,10 +24,11 @@ LEFT = 0.05  # the share of an error that an explanation may leave
 
 
 class Case:
-    """A run of a finished comparison with at least one failure from the batch.
+    """One run of a finished comparison, and its first wrong tensor.
 
-    `first` is the first wrong tensor, in step `step`; with `failure`, the one that it names. `rows` has the judgements of all tensors of that step by name, `entry` is
-    what the manifest says of the step. Tensors are whole, in float64.
+    The run must have a failure from the batch on (`Findings.failures_from_batch`). `first` is the name of the first wrong tensor, and
+    `step` its step; given a `failure`, they are those of this failure. `rows` has the judgements of all tensors of the step by name,
+    and `entry` is what the manifest says of the step. Tensors are whole, in float64.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Case:
         self._right_dump = replay if replay is not None and self.step in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
-        """The first failure of every later step that has one."""
+        """Return the first failure of every later step that has one."""
         later: dict[int, Failure] = {}
         for failure in self.found.failures_from_batch:
             if failure[0] > self.step:
@@ -63,27 +67,30 @@ class Case:
         return list(later.values())
 
     def at(self, failure: Failure) -> "Case":
-        """The same run, with another failure as the first."""
+        """Return the case of the same run, with another failure as the first."""
         return Case(self.result, self.strategy, self.reference, self._replay, failure)
 
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
-        """What the run computed, in its first wrong step unless another step is given."""
+        """Return a tensor that the run computed, in its first wrong step unless another step is given."""
         return self.dump.tensor(self.step if step is None else step, name).double()
 
     def exact(self, name: str) -> torch.Tensor:
-        """The reference's tensor of the step: batch, forward, backward, gradients."""
+        """Return the reference's tensor of the step. It has the batch, forward, backward, and gradients."""
         return self._right_dump.tensor(self.step, name).double()
 
     def before(self, parameter: str, step: int | None = None) -> torch.Tensor:
-        """A parameter as it must have been before the step, or an earlier one: the initial one, or that of the step before."""
+        """Return a parameter as it must have been before the step, or before an earlier one.
+
+        Before step 1 this is the initial parameter, otherwise the run's own after the step before.
+        """
         step = self.step if step is None else step
         source = self.reference if step == 1 else self.dump
         return source.tensor(step - 1, f"parameter/{parameter}").double()
 
     def average_before(self, parameter: str) -> torch.Tensor:
-        """The average of a parameter before the step; it begins with the initial parameter."""
+        """Return the average of a parameter before the step. It begins with the initial parameter."""
         return self.before(parameter) if self.step == 1 else self.own(f"average/{parameter}", self.step - 1)
 
     @property
@@ -92,26 +99,26 @@ class Case:
         return rate_of(self.options, self.step, self.dump.run["num_steps"])
 
     def updated(self, parameter: str) -> torch.Tensor:
-        """The parameter after the right update from the run's own gradient and moments."""
+        """Return the parameter after the right update from the run's own gradient and moments."""
         before, rate = self.before(parameter), self.rate
         decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
-            first, second = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
-            moved = direction(first, second, self.step)
+            m, v = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
+            update = direction(m, v, self.step)
         else:
-            moved = self.clip * self.own(f"gradient/{parameter}")
-        return before * (1 - rate * decay) - rate * moved
+            update = self.clip * self.own(f"gradient/{parameter}")
+        return before * (1 - rate * decay) - rate * update
 
     def steps_built_in(self, parameter: str) -> bool:
-        """Whether AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""
+        """Whether the built-in AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""
         return not self.dump.has_own_optimizer and parameter not in self.dump.layout.model.frozen
 
     def right(self, name: str) -> torch.Tensor:
-        """What a tensor must be: the reference's; after the gradients, what follows from the run's own."""
+        """Return what a tensor must be: the reference's, and after the gradients what follows from the run's own tensors."""
         kind, _, parameter = name.partition("/")
         if kind in ("parameter", *self.dump.layout.state) and not self.steps_built_in(parameter):
-            frozen = parameter in self.dump.layout.model.frozen
-            return self.before(parameter) if frozen else self.exact(name)
+            is_frozen = parameter in self.dump.layout.model.frozen
+            return self.before(parameter) if is_frozen else self.exact(name)
         if kind == "parameter":
             return self.updated(parameter)
         if kind == "average":
@@ -123,14 +130,14 @@ class Case:
         return self.exact(name)
 
     def fresh(self, name: str) -> torch.Tensor:
-        """What a first step would make of a moment: its share of the run's own gradient."""
+        """Return what a first step makes of a moment: (1 - beta) times the run's own clipped gradient, or times its square."""
         kind, _, parameter = name.partition("/")
         gradient = self.clip * self.own(f"gradient/{parameter}")
         return (1 - MOMENTS[kind]) * (gradient if kind == "exp_avg" else gradient.square())
 
     @property
     def clip(self) -> float:
-        """What the gradients must have been multiplied with before the update."""
+        """The factor by which the gradients must have been clipped before the update; NaN if no norm was recorded."""
         if self.norm is None:
             return math.nan
         return self.norm.clip if math.isfinite(self.norm.clip) else clip_factor(self.options, self.norm.used)
@@ -146,25 +153,28 @@ class Case:
     def judged(self, kind: str) -> list[Judgement]:
         return [row for row in self.rows.values() if row.kind == kind and row.judged]
 
-    # Does this value explain what is wrong?
+    # Whether a value explains what is wrong
 
     def explains(self, name: str, value: torch.Tensor) -> bool:
         """Whether a wrong tensor is this value, as exactly as a right tensor would match the reference."""
         return self.is_wrong(name) and self.leaves_little(name, float((self.own(name) - value).norm()))
 
     def leaves_little(self, name: str, left: float) -> bool:
-        """Whether an explanation may leave so much of a wrong tensor's error.
+        """Whether an explanation is good enough that leaves an error of `left` (2-norm) of a wrong tensor.
 
-        No more than is tolerated of a right tensor, in proportion if the tensor is larger than the right one; and no more than LEFT
-        of the error, if that is less.
+        It may leave what is tolerated of a right tensor, in proportion if the tensor is larger than the right one, but no more than
+        LEFT of the tensor's error.
         """
         row = self.rows[name]
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
         return left <= min(row.tolerated * size, LEFT * row.distance.error)
 
     def factor(self, rows: list[Judgement]) -> float | None:
-        """The one factor c with tensor = c reference for all of these (parameters: for their changes), or None."""
-        factors = []
+        """Return the one factor c with tensor = c reference for all of these rows; None if there is none.
+
+        Of parameters, c is the factor of their changes.
+        """
+        measured = []
         for row in rows:
             distance = row.distance
             if not 0 < distance.change < math.inf:
@@ -174,32 +184,32 @@ class Case:
                 0 < distance.error < math.inf and distance.across <= min(tolerated, LEFT * distance.error)
             ):
                 return None
-            factors.append((distance.scale, tolerated / distance.change))
-        if not factors:
+            measured.append((distance.scale, tolerated / distance.change))
+        if not measured:
             return None
-        surest, _ = min(factors, key=lambda found: found[1])
-        same = all(
-            abs(one - surest) <= max(off, 1e-6 * abs(surest)) and off <= abs(surest - 1) / 2
-            for one, off in factors
+        surest, _ = min(measured, key=lambda pair: pair[1])
+        is_common = all(
+            abs(scale - surest) <= max(uncertainty, 1e-6 * abs(surest)) and uncertainty <= abs(surest - 1) / 2
+            for scale, uncertainty in measured
         )
-        return surest if same else None
+        return surest if is_common else None
 
     def names_of(self, factor: float) -> list[str]:
-        """What a factor may be: a number of ranks or of micro batches, its inverse, or, in a moment, what clipping multiplies with."""
-        found = evidence.name_factor(factor, self.sizes, self.near)
+        """Return what a factor may be: a number of ranks or of micro batches, its inverse, or in a moment the factor of clipping."""
+        names = evidence.name_factor(factor, self.sizes, self.near)
         clip = self.clip if self.first.startswith("exp_avg") else 1.0
         if math.isfinite(clip) and abs(clip - 1) > self.near:
             known = {"clip factor": clip, "1/clip factor": 1 / clip, "1/clip factor^2": clip**-2}
-            found += [name for name, value in known.items() if abs(factor - value) <= self.near * value]
-        return found
+            names += [name for name, value in known.items() if abs(factor - value) <= self.near * value]
+        return names
 
     def in_words(self, factor: float) -> str:
-        """ "2 = tp or dp": a factor and what it may be."""
+        """Return a factor and what it may be, such as "2 = tp or dp"."""
         names = self.names_of(factor)
         return f"{factor:.4g}" + (f" = {' or '.join(names)}" if names else "")
 
     def losses(self) -> list[tuple[float, float, float]]:
-        """(reported loss, reference's loss, what is tolerated of their difference) of each group of DP ranks in the step."""
+        """Return (reported loss, reference's loss, what is tolerated of their difference) of each group of DP ranks in the step."""
         return [
             (loss.by_strategy[self.strategy], loss.exact[self.strategy], loss.tolerated)
             for loss in self.result.losses
@@ -207,21 +217,24 @@ class Case:
         ]
 
     def loss_is_scaled(self, factor: float) -> bool:
-        """Whether the reported loss is the reference's, times this factor or not: else the loss is another function."""
+        """Whether every reported loss is the reference's, or this factor times the reference's.
+
+        If not, the loss is another function.
+        """
         return all(
-            min(abs(mine - right), abs(mine - factor * right)) <= max(1.0, abs(factor)) * tolerated
-            for mine, right, tolerated in self.losses()
+            min(abs(loss - reference), abs(loss - factor * reference)) <= max(1.0, abs(factor)) * tolerated
+            for loss, reference, tolerated in self.losses()
         )
 
     # Where a tensor lies on the mesh
 
     def sharded(self, name: str) -> dict[str, int]:
-        """Mesh axis -> the dim that it cuts, the innermost axis first: it cuts first."""
+        """Return mesh axis -> the dim of a tensor that it cuts. The innermost axis comes first, because it cuts first."""
         dims = self.entry["tensors"][name]["sharded"]
         return {axis: dims[axis] for axis in reversed(self.mesh.axes) if axis in dims}
 
     def cut_of_output(self, module: str, axis: str) -> str | int | None:
-        """What an axis cuts of a module's output: the batch, the sequence, or a dim of this size; None if it cuts nothing."""
+        """Return what an axis cuts of a module's output: BATCH, SEQUENCE, or the size of another dim; None if it cuts nothing."""
         dim = self.sharded(f"forward/{module}").get(axis)
         return None if dim is None else self.dump.layout.outputs[module][dim]
 
@@ -230,51 +243,57 @@ class Case:
         return self.mesh.tp > 1 and "tp" not in self.sharded(name)
 
     def shares(self, name: str, axis: str, tensor: torch.Tensor) -> list[list[torch.Tensor]]:
-        """What each rank along an axis holds of a tensor. An axis cuts what the axes inside it have left."""
+        """Return the pieces of a tensor that each rank along an axis holds.
+
+        An axis cuts each piece that the axes inside it have made.
+        """
         pieces = [tensor]
-        for other, dim in self.sharded(name).items():
-            if other == axis:
+        for inner_axis, dim in self.sharded(name).items():
+            if inner_axis == axis:
                 break
-            pieces = [chunk for piece in pieces for chunk in piece.chunk(self.mesh.size(other), dim)]
+            pieces = [chunk for piece in pieces for chunk in piece.chunk(self.mesh.size(inner_axis), dim)]
         size, dim = self.mesh.size(axis), self.sharded(name)[axis]
-        cut = [piece.chunk(size, dim) for piece in pieces]
-        return [[chunks[rank] for chunks in cut if rank < len(chunks)] for rank in range(size)]
+        chunked = [piece.chunk(size, dim) for piece in pieces]
+        return [[chunks[rank] for chunks in chunked if rank < len(chunks)] for rank in range(size)]
 
     def in_one_share(self, name: str, wrong: torch.Tensor, axes: Iterable[str]) -> list[str]:
-        """The one rank along each of these axes whose share alone of a tensor has errors, if there is one, in words. `wrong` is a mask."""
-        said = []
+        """Return a sentence for each of these axes along which one rank alone holds wrong elements of a tensor.
+
+        `wrong` is a mask of the elements.
+        """
+        sentences = []
         for axis in axes:
             if axis in self.sharded(name):
                 hit = [
                     any(bool(piece.any()) for piece in pieces) for pieces in self.shares(name, axis, wrong)
                 ]
                 if hit.count(True) == 1 < len(hit):
-                    said.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
-        return said
+                    sentences.append(f"only in the share of {axis} rank {hit.index(True)} of {len(hit)}")
+        return sentences
 
     def odd_ranks(self, name: str) -> list[int]:
-        """The ranks whose copy of a part differs from the one that was written, which is judged."""
+        """Return the ranks whose replica of a shard differs from the one that was written. The written one is judged."""
         return self.entry["replicas_differ"].get(name, [])
 
     # The model
 
     @property
     def head_size(self) -> int:
-        """The elements of an attention's head, as the configuration has them."""
-        shape = self.dump.run["architecture"]
-        return shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        """The size of an attention head, by the model's configuration."""
+        config = self.dump.run["architecture"]
+        return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
     def weight_of(self, module: str) -> str | None:
-        """The name of a module's weight; None for a module without one. A tied head has the embedding's."""
-        own = f"{module}.weight"
-        if own in self.dump.layout.parameters:
-            return own
+        """Return the name of a module's weight; None for a module without one. A tied head has the embedding's."""
+        weight = f"{module}.weight"
+        if weight in self.dump.layout.parameters:
+            return weight
         tied = self.names.embedding_weight
-        is_head = module == self.names.head and tied in self.dump.layout.parameters
-        return tied if is_head else None
+        is_tied_head = module == self.names.head and tied in self.dump.layout.parameters
+        return tied if is_tied_head else None
 
     def source(self, module: str) -> str | None:
-        """The captured tensor that a module with one input computes its output from."""
+        """Return the captured tensor that a module computes its output from; None unless it is exactly one."""
         sources = self.dump.layout.sources.get(module, ())
         return sources[0] if len(sources) == 1 else None
 
@@ -292,7 +311,7 @@ class Case:
         )
 
     def consumers(self, module: str) -> list[str]:
-        """What is directly computed from a captured tensor."""
+        """Return the names of the outputs that are directly computed from a captured tensor."""
         return [name for name, sources in self.dump.layout.sources.items() if module in sources]
 
     def has(self, *names: str) -> bool:
@@ -304,11 +323,11 @@ class Case:
 
 
 def describe(name: str) -> str:
-    """What a captured name stands for, in words: a module's output, its input, or a further one."""
-    entering, further = (
+    """Return what a captured name stands for, in words: a module's output, its input, or a further output."""
+    as_input, as_further = (
         re.fullmatch(r"(.*)\.input(\.\d+)?", name),
         re.fullmatch(r"(.*(?<!\.layers)(?<!\.h))\.(\d+)", name),
     )
-    if entering:
-        return f"{entering[1]}'s input"
-    return f"output {further[2]} of {further[1]}" if further else f"{name}'s output"
+    if as_input:
+        return f"{as_input[1]}'s input"
+    return f"output {as_further[2]} of {as_further[1]}" if as_further else f"{name}'s output"

@@ -13,12 +13,13 @@ from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
 from lockstep.verdict.result import Cause, Diagnosis, Result
 
+# A rule returns a cause, or None if it has no convincing evidence. Its docstring says what is wrong if it names the cause.
 CauseRule = Callable[[Case], Cause | None]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step: the kinds of tensors that it makes, and rules for a first wrong one among them."""
+    """A part of a step: the kinds of tensors that it computes, and the rules for a first wrong tensor among them."""
 
     kinds: tuple[str, ...]
     rules: tuple[CauseRule, ...]  # the first that names a cause counts
@@ -38,7 +39,7 @@ STAGES = {
 # Stages that are judged by DDP's own distance from the reference: in autocast, a few percent.
 BLURRED = ("forward", "backward", "gradients")
 OF_UPDATES = ("moments", "parameters")
-# Rules that can tell nothing of a later step, in which moments hold more than one gradient.
+# Rules that say nothing of later steps, in which moments hold more than one gradient.
 OF_A_FIRST_STEP = (update.clipped_by_the_recorded_norm, update.not_clipped, update.clipped_by_rank)
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
 CONTRACT = {
@@ -63,14 +64,14 @@ OTHER_SETTING = ("optimizer settings", "moments")
 
 
 def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, Dump]) -> Diagnosis:
-    """Why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
+    """Return why a run of a finished comparison failed. It was compared with `reference` and `replays`."""
     configured = result.runs[strategy].configuration
     if not result.runs[strategy].failures:
         causes = [
-            Cause(_setting(entry, case=None)[0], f"configured differently: {what}")
-            for entry, what in configured.items()
+            Cause(_setting(entry, case=None)[0], f"configured differently: {difference}")
+            for entry, difference in configured.items()
         ]
-        return Diagnosis(_once(causes), ["every tensor of every step is right"])
+        return Diagnosis(_distinct(causes), ["every tensor of every step is right"])
     run = result.runs[strategy]
     if not run.failures_from_batch:
         return Diagnosis(
@@ -81,105 +82,110 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     case = Case(result, strategy, reference, replays.get(strategy))
     if case.not_computed:  # evidence may need any tensor of the step, so only this is reported
         more = f" and {len(case.not_computed) - 1} more tensors" if len(case.not_computed) > 1 else ""
-        moments = all(name.startswith(("exp_avg/", "exp_avg_sq/")) for name in case.not_computed)
-        why = (
+        are_moments = all(name.startswith(("exp_avg/", "exp_avg_sq/")) for name in case.not_computed)
+        reason = (
             "the optimizer has no state of these parameters: it never stepped them, or holds others in their place"
-            if moments
+            if are_moments
             else "the run has another model, or does not run all of it"
         )
-        return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: {why}")])
+        return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: {reason}")])
     stage = _stage(case)
     causes, excluded = _configured_differently(configured, case, stage)
-    doubt, (rule, found) = "", _explained(case, stage)
-    if found is not None:
-        doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, found)
-        causes += [] if doubt else [found]
+    doubt, (rule, cause) = "", _explained(case, stage)
+    if cause is not None:
+        doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, cause)
+        causes += [] if doubt else [cause]
     return Diagnosis(
-        _once(causes), excluded + _excluded(case, stage), odd.oddities(case) + ([doubt] if doubt else [])
+        _distinct(causes), excluded + _excluded(case, stage), odd.oddities(case) + ([doubt] if doubt else [])
     )
 
 
 def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
-    """(the first rule of a stage that names a cause, the cause). The rules of an update know AdamW and SGD alone."""
+    """Return (the first rule of a stage that names a cause, the cause), or (None, None) if no rule does.
+
+    The rules of an update are for the built-in AdamW and SGD only.
+    """
     if stage in OF_UPDATES and not case.steps_built_in(case.first.partition("/")[2]):
         return None, None
-    found = ((rule, cause) for rule in STAGES[stage].rules if (cause := rule(case)) is not None)
-    return next(found, (None, None))
+    explanations = ((rule, cause) for rule in STAGES[stage].rules if (cause := rule(case)) is not None)
+    return next(explanations, (None, None))
 
 
 def _doubt(case: Case, stage: str, cause: Cause) -> str:
-    """Why a cause is not the whole story; "" if nothing is against it: it must explain the later captured steps, too.
+    """Return why a cause is in doubt, as a sentence; "" if it is not.
 
-    A later step says nothing if it is right, or if something else in it is wrong first.
+    It must explain the later captured steps, too. A later step says nothing if it is right, or if another stage is wrong first in it.
     """
     for failure in case.first_of_later_steps():
         later = case.at(failure)
         if _stage(later) != stage:
             continue
-        _, other = _explained(later, stage)
-        if other is None or other.name != cause.name:
+        _, later_cause = _explained(later, stage)
+        if later_cause is None or later_cause.name != cause.name:
             return f"step {case.step} alone, and not step {later.step}, looks like this: {cause.name}: {cause.evidence}"
     return ""
 
 
 def _stage(case: Case) -> str:
+    """Return the stage of the first wrong tensor, a key of STAGES."""
     if case.first == case.names.logits_gradient or case.first.startswith("loss of"):
         return "loss"
     kind = case.first.split("/")[0]
-    kept = "moments" if kind in case.dump.layout.state else kind  # by whatever optimizer
-    return next((name for name, stage in STAGES.items() if kind in stage.kinds), kept)
+    otherwise = "moments" if kind in case.dump.layout.state else kind  # by whatever optimizer
+    return next((name for name, stage in STAGES.items() if kind in stage.kinds), otherwise)
 
 
 def _setting(entry: str, case: Case | None) -> tuple[str, str]:
-    """(the cause that a difference in an entry of the contract is, the first stage that it can break)."""
+    """Return (the cause that a difference in this entry of the contract is, the first stage that it can break)."""
     entry = entry.partition(ON_RANK)[0]
     name, stage = CONTRACT.get(entry, OTHER_SETTING)
-    coupled = case is not None and case.dump.contract["optimizer"] not in ("AdamW", "SGD")
-    return name, "moments" if entry == "weight_decay" and coupled else stage
+    is_coupled = case is not None and case.dump.contract["optimizer"] not in ("AdamW", "SGD")
+    return name, "moments" if entry == "weight_decay" and is_coupled else stage
 
 
 def _configured_differently(
     configured: dict[str, str], case: Case, stage: str
 ) -> tuple[list[Cause], list[str]]:
-    """(differences that can break this stage, as causes; the others, as excluded)."""
+    """Return (the differences that can break this stage, as causes; the others, as sentences on what is excluded)."""
     order = list(STAGES)
     causes: list[Cause] = []
     excluded: list[str] = []
-    for entry, what in configured.items():
+    for entry, difference in configured.items():
         name, earliest = _setting(entry, case)
         if order.index(earliest) <= order.index(stage):
-            causes.append(Cause(name, f"configured differently: {what}"))
+            causes.append(Cause(name, f"configured differently: {difference}"))
         else:
-            excluded.append(f"configured differently, but with no effect before a later stage: {what}")
+            excluded.append(f"configured differently, but with no effect before a later stage: {difference}")
     return causes, excluded
 
 
-def _once(causes: list[Cause]) -> list[Cause]:
-    """The first of each name."""
+def _distinct(causes: list[Cause]) -> list[Cause]:
+    """Return the first cause of each name."""
     names = [cause.name for cause in causes]
     return [cause for number, cause in enumerate(causes) if cause.name not in names[:number]]
 
 
 def _excluded(case: Case, stage: str) -> list[str]:
+    """Return sentences on what is right: earlier stages, the tensors that the first wrong one is computed from, earlier steps."""
     order = list(STAGES)
     before = order if case.first.startswith("loss of") else order[: order.index(stage)]
-    said = []
-    for what in before:
-        rows = [row for row in case.rows.values() if row.kind in STAGES[what].kinds]
+    sentences = []
+    for name in before:
+        rows = [row for row in case.rows.values() if row.kind in STAGES[name].kinds]
         if rows and not any(row.too_far for row in rows):
-            small = sum(not row.judged for row in rows)
-            unseen = f" ({small} of {len(rows)} tensors too small to judge)" if small else ""
-            blurred = case.options["precision"] != "fp32" and what in BLURRED
-            within = " within bfloat16's noise" if blurred else ""
-            said.append(f"{what}: right{within} in step {case.step}{unseen}")
+            num_unjudged = sum(not row.judged for row in rows)
+            unseen = f" ({num_unjudged} of {len(rows)} tensors too small to judge)" if num_unjudged else ""
+            is_blurred = case.options["precision"] != "fp32" and name in BLURRED
+            within = " within bfloat16's noise" if is_blurred else ""
+            sentences.append(f"{name}: right{within} in step {case.step}{unseen}")
     if case.first.startswith("forward/"):
-        said += _entering(case)
+        sentences += _right_sources(case)
     earlier = "step 1" if case.step == 2 else f"steps 1 to {case.step - 1}"
-    return said + ([f"{earlier}: right throughout"] if case.step > 1 else [])
+    return sentences + ([f"{earlier}: right throughout"] if case.step > 1 else [])
 
 
-def _entering(case: Case) -> list[str]:
-    """The tensors from which the first wrong output is computed, if they were captured and are right."""
+def _right_sources(case: Case) -> list[str]:
+    """Return a sentence on the tensors from which the first wrong output is computed, if they were captured and are right."""
     module = case.first.removeprefix("forward/")
     sources = case.dump.layout.sources[module]
     rows = [case.rows.get(f"forward/{name}") for name in sources]

@@ -1,7 +1,7 @@
 """Rules for a wrong batch and for a first wrong tensor in the forward pass.
 
-A rule is a function of a Case that returns a cause, or None. It names a cause only on convincing evidence: a value that was
-recomputed from the dump and is what the run has.
+A rule is a function of a Case that returns a cause, or None. Its docstring says what is wrong if it names the cause. It does so only
+on convincing evidence: a value that was recomputed from the dump and is what the run has.
 """
 
 import torch
@@ -13,82 +13,83 @@ from lockstep.verdict.result import Cause
 
 
 def batch(case: Case) -> Cause:
-    """A batch is either equal to the right one or wrong."""
-    return Cause("data", _of_batch(case))
+    """The batch is not the right one. It has no tolerance: a batch is equal or wrong."""
+    return Cause("data", _how_wrong(case))
 
 
-def _of_batch(case: Case) -> str:
-    """In what way a batch is wrong."""
-    shares = case.mesh.num_sample_shares
+def _how_wrong(case: Case) -> str:
+    """Return in what way a batch is wrong, in words."""
+    dp = case.mesh.num_sample_shares
     own, exact = case.own(case.first), case.exact(case.first)
-    mine, right = own.chunk(shares), exact.chunk(shares)
+    own_of, exact_of = own.chunk(dp), exact.chunk(dp)
     peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
     if peers:
         return f"tensor-parallel peers were given different batches: ranks {peers} differ"
     if case.first == "batch/attention_mask":
-        for where, one, other in (
+        for side, own_part, exact_part in (
             ("before", own[:, 1:], exact[:, :-1]),
             ("after", own[:, :-1], exact[:, 1:]),
         ):
-            if torch.equal(one, other):
-                return f"the attention mask at each position is that of the position {where} it"
+            if torch.equal(own_part, exact_part):
+                return f"the attention mask at each position is that of the position {side} it"
         return "ids and labels are right, the attention mask is not"
     if case.first == "batch/position_ids":
-        through = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
-        said = "the positions of documents do not begin again, so documents see each other"
-        return said if through else "ids and labels are right, the positions are not"
-    same = [(a, b) for a in range(shares) for b in range(shares) if a != b and torch.equal(mine[a], right[b])]
-    if same:
-        return f"DP rank {same[0][0]} was given the samples of DP rank {same[0][1]}"
+        is_consecutive = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
+        sentence = "the positions of documents do not begin again, so documents see each other"
+        return sentence if is_consecutive else "ids and labels are right, the positions are not"
+    pairs = [(a, b) for a in range(dp) for b in range(dp) if a != b and torch.equal(own_of[a], exact_of[b])]
+    if pairs:
+        return f"DP rank {pairs[0][0]} was given the samples of DP rank {pairs[0][1]}"
     if case.first == "batch/labels":
         return "the input ids are right, the labels are not"
-    both = [
-        torch.cat([of("batch/input_ids"), of("batch/labels")], dim=1).tolist()
-        for of in (case.own, case.exact)
+    batches = [
+        torch.cat([tensor_of("batch/input_ids"), tensor_of("batch/labels")], dim=1).tolist()
+        for tensor_of in (case.own, case.exact)
     ]
-    if sorted(both[0]) == sorted(both[1]):
+    if sorted(batches[0]) == sorted(batches[1]):
         return "the right samples in another order"
     if sorted(own.tolist()) == sorted(exact.tolist()) and not case.is_wrong("batch/labels"):
         return "the input ids are in another order of samples than their labels, which are right"
     rows = zip(own.tolist(), exact.tolist(), strict=True)
-    if all(set(mine) <= set(right) for mine, right in rows):
+    if all(set(own_tokens) <= set(exact_tokens) for own_tokens, exact_tokens in rows):
         return "the samples are right, and some of their positions are those of others"
     return "the samples are not those of this step"
 
 
 def dropout(case: Case) -> Cause | None:
-    share = evidence.dropped_elements(case.own(case.first), case.exact(case.first))
-    if share is None:
+    """Scattered elements are zero and the others larger to make up for it, as with dropout."""
+    fraction = evidence.dropped_elements(case.own(case.first), case.exact(case.first))
+    if fraction is None:
         return None
-    apart = ", not the same on all ranks that hold it" if case.odd_ranks(case.first) else ""
+    replicas = ", not the same on all ranks that hold it" if case.odd_ranks(case.first) else ""
     what = describe(_name(case))
     return Cause(
         "random numbers",
-        f"{100 * share:.1f} % of the elements of {what} are zero, scattered, and the others larger to make up for it{apart}: dropout",
+        f"{100 * fraction:.1f} % of the elements of {what} are zero, scattered, and the others larger to make up for it{replicas}: dropout",
     )
 
 
 def other_weights(case: Case) -> Cause | None:
-    """The module's own weights were not the right ones before the step.
+    """The module's own weight or bias was not the right one before the step.
 
     The weights before the step are not captured. But if the update is right by the run's own gradients and moments and the
     updated weight is wrong, the weight was wrong before.
     """
-    for what in ("weight", "bias"):
-        name = (case.weight_of(_name(case)) if what == "weight" else None) or f"{_name(case)}.{what}"
+    for kind in ("weight", "bias"):
+        name = (case.weight_of(_name(case)) if kind == "weight" else None) or f"{_name(case)}.{kind}"
         key = f"parameter/{name}"
         if key not in case.rows:
             continue
-        if _was_off(case, name):
-            off, odd = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
-            said = f"{name} was off by a relative {off} before the step: its update is right, and the updated weight is not"
-            if odd:
-                said += f"; {_ranks(odd)} {'have' if len(odd) > 1 else 'has'} another, which was not judged"
-            others = sum(_was_off(case, one) or _differed(case, one) for one in case.dump.layout.parameters)
-            if others > 1:
-                said += f"; {others - 1} more weights were off or differed between ranks"
-            wrong = (case.own(key) - case.right(key)).abs() > case.rows[key].tolerated_largest
-            return Cause("weights", "; ".join([said, *case.in_one_share(key, wrong, case.mesh.axes)]))
+        if _was_wrong(case, name):
+            error, odd_ranks = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
+            sentence = f"{name} was off by a relative {error} before the step: its update is right, and the updated weight is not"
+            if odd_ranks:
+                sentence += f"; {_ranks(odd_ranks)} {'have' if len(odd_ranks) > 1 else 'has'} another, which was not judged"
+            num_wrong = sum(_was_wrong(case, p) or _differed(case, p) for p in case.dump.layout.parameters)
+            if num_wrong > 1:
+                sentence += f"; {num_wrong - 1} more weights were off or differed between ranks"
+            is_wrong = (case.own(key) - case.right(key)).abs() > case.rows[key].tolerated_largest
+            return Cause("weights", "; ".join([sentence, *case.in_one_share(key, is_wrong, case.mesh.axes)]))
         if _differed(case, name):
             return Cause(
                 "weights",
@@ -98,24 +99,31 @@ def other_weights(case: Case) -> Cause | None:
     return None
 
 
-def _before_update(parameter: str) -> list[str]:
+def _update_inputs(parameter: str) -> list[str]:
+    """Return the names of the gradient and the moments that a parameter is updated from."""
     return [f"gradient/{parameter}", f"exp_avg/{parameter}", f"exp_avg_sq/{parameter}"]
 
 
-def _was_off(case: Case, parameter: str) -> bool:
-    """Whether a parameter was wrong before the step: the updated one is, its moments are right, and its change is no multiple of the right one."""
+def _was_wrong(case: Case, parameter: str) -> bool:
+    """Whether a parameter was wrong before the step.
+
+    It was if the updated one is wrong, its moments are right, and its change is no multiple of the right one.
+    """
     key = f"parameter/{parameter}"
     return (
         case.is_wrong(key)
         and case.factor([case.rows[key]]) is None
-        and not any(map(case.is_wrong, _before_update(parameter)[1:]))
+        and not any(map(case.is_wrong, _update_inputs(parameter)[1:]))
     )
 
 
 def _differed(case: Case, parameter: str) -> bool:
-    """Whether ranks held other copies of a parameter before the step: they do after it, with one gradient and moments."""
+    """Whether replicas of a parameter differed before the step.
+
+    They did if they differ after it, and those of its gradient and moments do not.
+    """
     return bool(case.odd_ranks(f"parameter/{parameter}")) and not any(
-        map(case.odd_ranks, _before_update(parameter))
+        map(case.odd_ranks, _update_inputs(parameter))
     )
 
 
@@ -129,11 +137,11 @@ def earlier_weights(case: Case) -> Cause | None:
     weight, source = case.weight_of(module), case.source(module)
     if weight is None or not case.is_linear(module) or not case.has(f"forward/{source}"):
         return None
-    entering, bias = case.own(f"forward/{source}"), f"{module}.bias"
-    added = case.before(bias) if bias in case.dump.layout.parameters else 0.0
+    x, bias_name = case.own(f"forward/{source}"), f"{module}.bias"
+    bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
     for step in range(1, case.step):
         old = case.before(weight, step)
-        if case.explains(case.first, entering @ (old if case.is_transposed(module) else old.T) + added):
+        if case.explains(case.first, x @ (old if case.is_transposed(module) else old.T) + bias):
             return Cause(
                 "weights",
                 f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",
@@ -142,51 +150,53 @@ def earlier_weights(case: Case) -> Cause | None:
 
 
 def documents_together(case: Case) -> Cause | None:
-    """Attention is wrong in later documents alone, also at their first tokens, which see themselves alone."""
+    """Attention is wrong only in later documents, and there also at first tokens, which should see only themselves."""
     if not case.first.endswith(".input") or not case.has("batch/position_ids"):
         return None
     positions, row = case.exact("batch/position_ids"), case.rows[case.first]
-    wrong = (case.own(case.first) - case.exact(case.first)).abs().amax(-1) > row.tolerated_largest
-    number = (positions == 0).cumsum(1)
-    begins = (positions == 0) & (number > 1)
-    hit = int((wrong & begins).sum())
-    if bool((wrong & (number == 1)).any()) or 2 * hit < int(begins.sum()):
+    is_wrong = (case.own(case.first) - case.exact(case.first)).abs().amax(-1) > row.tolerated_largest
+    document = (positions == 0).cumsum(1)
+    is_first_token = (positions == 0) & (document > 1)
+    num_hit = int((is_wrong & is_first_token).sum())
+    if bool((is_wrong & (document == 1)).any()) or 2 * num_hit < int(is_first_token.sum()):
         return None
     return Cause(
         "attention mask",
-        f"attention is right in the first document of every sample, and wrong at {hit} of {int(begins.sum())} first tokens of later ones, "
+        f"attention is right in the first document of every sample, and wrong at {num_hit} of {int(is_first_token.sum())} first tokens of later ones, "
         "which see themselves alone: documents see each other",
     )
 
 
 def mask_off_by_one(case: Case) -> Cause | None:
-    """A mask that lets each position see the next one, or not itself.
+    """The mask lets each position see the next one, or hides it from itself.
 
-    Then attention at position 0, or at position 2, is a mean of the first two values; in a right one it is the first, or a mean of three.
+    Then attention at position 0, or at position 2, is a mean of the first two values. With a right mask it is the first value, or a
+    mean of three.
     """
     attention = case.first.removeprefix("forward/").rpartition(".o_proj.input")[0]
     name = f"forward/{attention}.v_proj"
-    known = attention and case.names.is_on_heads(case.first) and case.has(name) and not case.is_wrong(name)
-    if not known or case.own(name).shape[1] < 3:
+    is_known = attention and case.names.is_on_heads(case.first) and case.has(name) and not case.is_wrong(name)
+    if not is_known or case.own(name).shape[1] < 3:
         return None
     own, exact, values = (
-        one.unflatten(-1, (-1, case.head_size))
-        for one in (case.own(case.first), case.exact(case.first), case.own(name))
+        tensor.unflatten(-1, (-1, case.head_size))
+        for tensor in (case.own(case.first), case.exact(case.first), case.own(name))
     )
     values = values.repeat_interleave(own.shape[2] // values.shape[2], 2)
-    heads = ((own - exact).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
-    first, second = values[:, 0, heads], values[:, 1, heads]
-    along = second - first
-    for position, seen in ((0, "each position sees the next one"), (2, "no position sees itself")):
-        moved = own[:, position, heads] - first
-        share = (moved * along).sum(-1) / along.square().sum(-1)
-        left, error = moved - share[..., None] * along, (own - exact)[:, position, heads]
-        between = heads.any() and bool(((share > 0) & (share < 1)).all())
-        if between and float(left.norm()) <= LEFT * float(error.norm()):
-            which = f"heads {', '.join(map(str, heads.nonzero()[:, 0].tolist()))} of {len(heads)}"
+    # For each head, whether it is wrong anywhere
+    is_wrong = ((own - exact).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
+    first, second = values[:, 0, is_wrong], values[:, 1, is_wrong]
+    difference = second - first
+    for position, words in ((0, "each position sees the next one"), (2, "no position sees itself")):
+        moved = own[:, position, is_wrong] - first
+        share = (moved * difference).sum(-1) / difference.square().sum(-1)
+        left, error = moved - share[..., None] * difference, (own - exact)[:, position, is_wrong]
+        is_between = is_wrong.any() and bool(((share > 0) & (share < 1)).all())
+        if is_between and float(left.norm()) <= LEFT * float(error.norm()):
+            which = f"heads {', '.join(map(str, is_wrong.nonzero()[:, 0].tolist()))} of {len(is_wrong)}"
             return Cause(
                 "attention mask",
-                f"in {'every head' if heads.all() else which}, {seen}: attention at position {position} is a mean of the values of positions 0 and 1, as recomputed",
+                f"in {'every head' if is_wrong.all() else which}, {words}: attention at position {position} is a mean of the values of positions 0 and 1, as recomputed",
             )
     return None
 
@@ -202,7 +212,7 @@ def rounded(case: Case) -> Cause | None:
 
 
 def sum_over_tp(case: Case) -> Cause | None:
-    """The output of a layer that sums over tp is one rank's share; or the sum, or only its bias, is there tp times."""
+    """The output of a layer that sums over tp is one rank's share, or has the sum or only its bias tp times."""
     module, tp = _name(case), case.mesh.tp
     shares = recompute.forward_shares(case, module)
     if not shares:
@@ -217,8 +227,8 @@ def sum_over_tp(case: Case) -> Cause | None:
             )
     # Each rank keeps its own positions of the sum
     if "tp" in case.sharded(case.first) and case.mesh.cp == 1:
-        cut = [share.chunk(tp, 1)[rank] for rank, share in enumerate(shares)]
-        if case.explains(case.first, torch.cat(cut, 1)):
+        pieces = [share.chunk(tp, 1)[rank] for rank, share in enumerate(shares)]
+        if case.explains(case.first, torch.cat(pieces, 1)):
             return Cause(
                 "tp reduction missing",
                 f"{describe(module)} is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
@@ -235,6 +245,7 @@ def sum_over_tp(case: Case) -> Cause | None:
 
 
 def _name(case: Case) -> str:
+    """Return the name of the first wrong tensor without its kind: MODULE, MODULE.1 or MODULE.input."""
     return case.first.removeprefix("forward/")
 
 

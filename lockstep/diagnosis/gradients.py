@@ -1,4 +1,4 @@
-"""Rules for a first wrong gradient of a parameter; the forward and backward tensors that it is made of are right."""
+"""Rules for a first wrong gradient of a parameter. The forward and backward tensors that it is computed from are right."""
 
 import torch
 
@@ -9,10 +9,12 @@ from lockstep.dumps.layout import SEQUENCE
 from lockstep.ground.words import listed
 from lockstep.verdict.result import Cause
 
-MANY = 1 << 24  # elements: of larger gradients no copies are made
+# Elements. Contributions to larger gradients are not recomputed, so no copies are made of these.
+MANY = 1 << 24
 
 
 def _wrong(case: Case) -> list[str]:
+    """Return the parameters whose gradients are wrong."""
     return [row.name.removeprefix("gradient/") for row in case.wrong("gradient")]
 
 
@@ -50,21 +52,21 @@ def broken_tie(case: Case) -> Cause | None:
     needed = (case.names.logits_gradient, f"forward/{case.source(case.names.head)}")
     if _wrong(case) != [tied] or tied == case.names.head_weight or not case.has(*needed):
         return None
-    gradient, entering = (case.own(name).flatten(0, -2) for name in needed)
-    name, head = f"gradient/{tied}", gradient.T @ entering
+    gradient, x = (case.own(name).flatten(0, -2) for name in needed)
+    name, head = f"gradient/{tied}", gradient.T @ x
     for value, has, lacks in ((case.exact(name) - head, "embedding", "head"), (head, "head", "embedding")):
         if case.explains(name, value):
-            said = f"the gradient of the tied weight has the {has}'s contribution only, not the {lacks}'s"
-            return Cause("tied weights", said)
+            sentence = f"the gradient of the tied weight has the {has}'s contribution only, not the {lacks}'s"
+            return Cause("tied weights", sentence)
     return None
 
 
 def own_heads_only(case: Case) -> Cause | None:
-    """The gradient of a norm on heads, whose weight every tp rank holds, has one rank's heads only."""
+    """The gradient of a norm on heads, whose weight every tp rank holds, comes from one rank's heads only."""
     parts = {name: recompute.norm_gradient_shares(case, name) for name in _wrong(case)}
     if not parts or not all(parts.values()):
         return None
-    for name, shares in parts.items():  # the ranks take turns in writing them
+    for name, shares in parts.items():  # any rank may have written it: they take turns
         if not any(case.explains(f"gradient/{name}", share) for share in shares):
             return None
     cut = {case.cut_of_output(name.removesuffix(".weight"), "tp") for name in parts}
@@ -76,54 +78,60 @@ def own_heads_only(case: Case) -> Cause | None:
 
 
 def one_rank_only(case: Case) -> Cause | None:
-    """Each part of the gradients comes from one DP rank's samples alone, as if there were no others; or from one replica's."""
-    found, shares = _some_known(case), case.mesh.num_sample_shares
-    if not found or case.wrong("backward"):
+    """Each part of the gradients comes from one DP rank's samples alone, or from one replica's, as if there were no others."""
+    known, dp = _some_known(case), case.mesh.num_sample_shares
+    if not known or case.wrong("backward"):
         return None
-    for size in (size for size in range(1, shares) if shares % size == 0):
-        cause = _one_replica_only(case, found, size)
+    for size in (size for size in range(1, dp) if dp % size == 0):
+        cause = _one_replica_only(case, known, size)
         if cause:
             return cause
     return None
 
 
-def _one_replica_only(case: Case, found: list[recompute.Contributions], size: int) -> Cause | None:
-    """The same for replicas of `size` neighbouring DP ranks; a replica of one is a rank."""
+def _one_replica_only(case: Case, known: list[recompute.Contributions], size: int) -> Cause | None:
+    """Each part comes from the samples of one replica alone: of `size` neighbouring DP ranks.
+
+    A replica of size 1 is a DP rank.
+    """
     who, shown = "DP rank" if size == 1 else "replica", []
-    for contributions in found:
+    for contributions in known:
         counts, left = recompute.samples_of_one_replica(contributions, size)
         if not case.leaves_little(f"gradient/{contributions.parameter}", left):
             return None
         numbers = [number for number, count in enumerate(counts) if count]
         shown.append(f"{contributions.parameter}: {who} {' or '.join(map(str, numbers))}'s")
-    times, of = case.mesh.num_sample_shares // size, "dp" if size == 1 else f"dp / {size}"
+    times, quotient = case.mesh.num_sample_shares // size, "dp" if size == 1 else f"dp / {size}"
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients is {times} = {of} times one {who}'s contribution, without the others', "
+        f"each part of these gradients is {times} = {quotient} times one {who}'s contribution, without the others', "
         f"as recomputed ({'; '.join(shown)})",
     )
 
 
 def uneven_samples(case: Case) -> Cause | None:
-    """Every wrong gradient is right except for the weights of the micro batches in it."""
+    """Every wrong gradient is right except for the weights of the micro batches in it.
+
+    At least half of the gradients are wrong.
+    """
     if len(_wrong(case)) < len(case.judged("gradient")) / 2 or case.wrong("backward"):
         return None
-    found = _some_known(case)
+    known = _some_known(case)
     weights = []
-    for contributions in found:
+    for contributions in known:
         solved = recompute.sample_weights(contributions)
         if solved is None or not case.leaves_little(f"gradient/{contributions.parameter}", solved[1]):
             return None
         weights.append(solved[0])
     if not weights or not all(
-        float((one - weights[0]).abs().max()) <= evidence.SAME_FACTOR for one in weights
+        float((other - weights[0]).abs().max()) <= evidence.SAME_FACTOR for other in weights
     ):
         return None
     return cause_of_weights(case, weights[0], "every gradient")
 
 
 def one_factor(case: Case) -> Cause | None:
-    """All wrong gradients are one multiple of the right ones.
+    """All wrong gradients are the right ones times one factor.
 
     If all gradients are wrong, the factor is the cause. If some are, a factor that may be tp or something else says little,
     unless they are exactly those of the parameters that every tp rank holds.
@@ -132,8 +140,8 @@ def one_factor(case: Case) -> Cause | None:
     factor = case.factor(wrong)
     if factor is None or factor <= 0:
         return None
-    close, times = case.names_of(factor), f"{case.in_words(factor)} times what"
-    name = "tp reduction repeated" if close == ["tp"] else "gradient scale"
+    names, times = case.names_of(factor), f"{case.in_words(factor)} times what"
+    name = "tp reduction repeated" if names == ["tp"] else "gradient scale"
     judged = case.judged("gradient")
     if not is_a_factor(case, factor):
         return None
@@ -143,22 +151,23 @@ def one_factor(case: Case) -> Cause | None:
     if replicated and {row.name for row in wrong} == set(replicated):
         held = "the parameters that every tp rank holds"
         return Cause(name, f"only the gradients of {held} are {times} they should be")
-    if close in ([], ["tp"]):
+    if names in ([], ["tp"]):
         return Cause(name, f"the gradient of {listed(_wrong(case))} is {times} it should be")
     return None
 
 
 def _some_known(case: Case) -> list[recompute.Contributions]:
-    """The first, the middle and the last of the wrong gradients whose parts are known."""
+    """Return the contributions to the first, the middle and the last of the wrong gradients whose contributions are known."""
     known = [
-        one
-        for one in (recompute.Contributions(case, name) for name in _wrong(case))
-        if one.known and _size(case, one.parameter) <= MANY
+        contributions
+        for contributions in (recompute.Contributions(case, name) for name in _wrong(case))
+        if contributions.known and _size(case, contributions.parameter) <= MANY
     ]
-    return [known[at] for at in sorted({0, len(known) // 2, len(known) - 1})] if known else []
+    return [known[index] for index in sorted({0, len(known) // 2, len(known) - 1})] if known else []
 
 
 def _size(case: Case, name: str) -> int:
+    """Return the number of elements of a parameter."""
     return torch.Size(case.dump.layout.parameters[name]).numel()
 
 

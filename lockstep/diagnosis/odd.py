@@ -13,19 +13,19 @@ FEW = 3  # elements that are shown one by one
 
 
 def oddities(case: Case) -> list[str]:
-    """Sentences about the first wrong tensor; [] if what is wrong is not a tensor."""
+    """Return sentences about the first wrong tensor; [] if what is wrong is not a tensor."""
     if "/" not in case.first:
         return []
-    said = _ranks(case)
+    sentences = _differing_ranks(case)
     if not case.is_wrong(case.first):
-        return said
+        return sentences
     own, exact = case.own(case.first), case.right(case.first)
     if not bool(own.isfinite().all()):
-        return [*said, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
+        return [*sentences, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
     if not bool(own.any()):
-        return [*said, "all elements are zero"]
+        return [*sentences, "all elements are zero"]
     return (
-        said
+        sentences
         + _losses(case)
         + _elements(case, own, exact)
         + _places(case, own, exact)
@@ -35,38 +35,43 @@ def oddities(case: Case) -> list[str]:
 
 
 def _losses(case: Case) -> list[str]:
-    """The losses that are wrong, if they are what is wrong with the gradient of the logits."""
+    """Return the first reported loss that is wrong, in words, if the gradient of the logits is the first wrong tensor."""
     if case.first != case.names.logits_gradient:
         return []
     return [
-        f"the reported loss is wrong, too: {mine:.6f}, the reference's is {right:.6f}"
-        for mine, right, tolerated in case.losses()
-        if not abs(mine - right) <= tolerated
+        f"the reported loss is wrong, too: {loss:.6f}, the reference's is {reference:.6f}"
+        for loss, reference, tolerated in case.losses()
+        if not abs(loss - reference) <= tolerated
     ][:1]
 
 
-def _ranks(case: Case) -> list[str]:
+def _differing_ranks(case: Case) -> list[str]:
+    """Return which ranks hold another replica than the one that was written, in words."""
     ranks = case.odd_ranks(case.first)
     if not ranks:
         return []
-    where = ", ".join(
+    shown = ", ".join(
         f"{rank} ("
         + ", ".join(f"{axis} {case.mesh.coordinates(rank).along(axis)}" for axis in case.mesh.axes)
         + ")"
         for rank in ranks
     )
     right = "" if case.is_wrong(case.first) else "; on the rank that wrote it, it is right"
-    return [f"not the same on all ranks that hold it: different on rank {where}{right}"]
+    return [f"not the same on all ranks that hold it: different on rank {shown}{right}"]
 
 
 def _wrong_elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """A mask of elements off by more than is tolerated of one element; if there are none, of the norm spread evenly."""
+    """Return a mask of the elements that are off by more than is tolerated of one element.
+
+    If there are none, it is of those off by more than twice what is tolerated of the norm, spread evenly over the elements.
+    """
     row, error = case.rows[case.first], (own - exact).abs()
-    found = error > row.tolerated_largest
-    return found if bool(found.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
+    mask = error > row.tolerated_largest
+    return mask if bool(mask.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
 
 
 def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    """Return how many elements are wrong, in words; few are shown one by one."""
     wrong = _wrong_elements(case, own, exact)
     count = int(wrong.sum())
     if 0 < count <= FEW:
@@ -88,62 +93,62 @@ def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
 
 
 def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
-    """Where the error is along each dim, by what the dim means."""
+    """Return where the errors are along each dim, in words, by what the dim means."""
     wrong = _wrong_elements(case, own, exact)
-    said: list[str] = []
+    sentences: list[str] = []
     if int(wrong.sum()) <= FEW:
         return []
     kind, _, name = case.first.partition("/")
     computed = kind in ("forward", "backward")
-    said += case.in_one_share(
+    sentences += case.in_one_share(
         case.first, wrong, [axis for axis in case.mesh.axes if not computed or AXES[axis] is Cuts.WEIGHTS]
     )
-    if said and not computed:
-        return said
+    if sentences and not computed:
+        return sentences
     if not computed:
-        what = ["row", "column"] if own.ndim == 2 else ["element"]
-        for dim, word in enumerate(what):
-            said += _along(wrong, dim, word)
-        return said
+        words = ["row", "column"] if own.ndim == 2 else ["element"]
+        for dim, word in enumerate(words):
+            sentences += _slices(wrong, dim, word)
+        return sentences
     for dim, symbol in enumerate(case.dump.layout.outputs[name]):
         if symbol == BATCH:
-            shares = wrong.unflatten(0, (case.mesh.num_sample_shares, case.micro_batches, -1))
-            said += _along(shares, 0, "DP rank") + _along(shares, 1, "micro batch")
-            if not said:
-                said += _along(wrong, 0, "sample")
+            by_rank = wrong.unflatten(0, (case.mesh.num_sample_shares, case.micro_batches, -1))
+            sentences += _slices(by_rank, 0, "DP rank") + _slices(by_rank, 1, "micro batch")
+            if not sentences:
+                sentences += _slices(wrong, 0, "sample")
         elif symbol == SEQUENCE:
-            said += _along(wrong, dim, "position")
+            sentences += _slices(wrong, dim, "position")
         elif dim == own.ndim - 1:
             heads = _heads(case, own)
-            split = wrong.unflatten(-1, (heads, -1)) if heads else wrong
-            said += (_along(split, dim, "head") if heads else []) or _along(wrong, dim, "column")
+            by_head = wrong.unflatten(-1, (heads, -1)) if heads else wrong
+            sentences += (_slices(by_head, dim, "head") if heads else []) or _slices(wrong, dim, "column")
         else:
-            said += _along(wrong, dim, "head")
-    return said
+            sentences += _slices(wrong, dim, "head")
+    return sentences
 
 
 def _heads(case: Case, own: torch.Tensor) -> int:
-    """The number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
+    """Return the number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
     if not case.names.is_on_heads(case.first) or own.ndim != 3:
         return 0
     size = case.head_size
     return own.shape[-1] // size if own.shape[-1] % size == 0 else 0
 
 
-def _along(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
-    """Which slices along a dim have errors, if some have none."""
-    hit = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1)
-    places = hit.nonzero()[:, 0].tolist()
-    if len(places) == len(hit) or not places:
+def _slices(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
+    """Return which slices along a dim have errors, in words, if some have none. `wrong` is a mask."""
+    has_errors = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1)
+    places = has_errors.nonzero()[:, 0].tolist()
+    if len(places) == len(has_errors) or not places:
         return []
-    right = (~hit).nonzero()[:, 0].tolist()
-    of = f"of {len(hit)}"
-    mostly = 2 * int(wrong.sum()) > wrong.numel() // len(hit) * len(places)
+    right = (~has_errors).nonzero()[:, 0].tolist()
+    total = f"of {len(has_errors)}"
+    mostly = 2 * int(wrong.sum()) > wrong.numel() // len(has_errors) * len(places)
     if len(right) <= FEW < len(places):
-        return [f"{_numbered(word, right)} {of} {_are(right)} right, all others wrong"] if mostly else []
+        return [f"{_numbered(word, right)} {total} {_are(right)} right, all others wrong"] if mostly else []
     if len(runs(places)) > FEW:
-        return [f"{len(right)} {word}s {of} are right, scattered"] if len(right) > FEW else []
-    return [f"only {_numbered(word, places)} {of} {_are(places)} wrong"]
+        return [f"{len(right)} {word}s {total} are right, scattered"] if len(right) > FEW else []
+    return [f"only {_numbered(word, places)} {total} {_are(places)} wrong"]
 
 
 def _numbered(word: str, places: list[int]) -> str:
@@ -155,14 +160,14 @@ def _are(places: list) -> str:
 
 
 def _spans(places: list[int]) -> str:
-    """ "0 to 3, 7": sorted numbers in words."""
+    """Return sorted numbers in words, such as "0 to 3, 7"."""
     return ", ".join(
         str(first) if length == 1 else f"{first} to {first + length - 1}" for first, length in runs(places)
     )
 
 
 def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
-    """Whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted."""
+    """Return whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted, in words."""
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
         blurred = "" if case.options["precision"] == "fp32" else ", as far as bfloat16's noise shows"
@@ -177,61 +182,63 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):
         return [f"every element is off by {constant:+.4g}"]
-    said, heads = [], _heads(case, own)
+    sentences, heads = [], _heads(case, own)
     if heads:
-        mine, right = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
-        factors = [evidence.multiple_of(a, b) for a, b in zip(mine, right, strict=True)]
+        part, base = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
+        factors = [evidence.multiple_of(a, b) for a, b in zip(part, base, strict=True)]
         if case.explains(case.first, _scaled(exact, heads, factors)):
-            said.append(
+            sentences.append(
                 f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
             )
         else:
-            order = _order(mine, right)
+            order = _order(part, base)
             if order and case.explains(
                 case.first, exact.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
             ):
-                said.append(f"the heads are in another order: {', '.join(map(str, order))}")
+                sentences.append(f"the heads are in another order: {', '.join(map(str, order))}")
     elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
         order = _order(own, exact)
         if order and case.explains(case.first, exact[order]):
             moved = [row for row, place in enumerate(order) if row != place]
-            said.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
+            sentences.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
-        for what, mine, right in (
+        for side, part, base in (
             ("before", own[:, 1:], exact[:, :-1]),
             ("after", own[:, :-1], exact[:, 1:]),
         ):
-            if evidence.relative_error([mine], [right]) <= 1e-4 < evidence.relative_error([own], [exact]):
-                said.append(f"each position has the values of the one {what} it")
-    return said
+            if evidence.relative_error([part], [base]) <= 1e-4 < evidence.relative_error([own], [exact]):
+                sentences.append(f"each position has the values of the one {side} it")
+    return sentences
 
 
 def _is_multiple(own: torch.Tensor, exact: torch.Tensor, times: float) -> bool:
-    left, off = (evidence.relative_error([own], [one]) for one in (times * exact, exact))
-    return left <= evidence.SAME_FACTOR * off
+    """Whether `times` the reference leaves nearly nothing of the error."""
+    left, error = (evidence.relative_error([own], [base]) for base in (times * exact, exact))
+    return left <= evidence.SAME_FACTOR * error
 
 
 def _samples(case: Case) -> list[str]:
-    """The weights of each DP rank's micro batches in a gradient, if nothing else is wrong with it."""
+    """Return the weights of each DP rank's micro batches in a gradient, in words, if nothing else is wrong with it."""
     kind, _, parameter = case.first.partition("/")
-    found = recompute.Contributions(case, parameter) if kind == "gradient" else None
-    solved = recompute.sample_weights(found) if found is not None and found.known else None
-    if solved is None or not case.leaves_little(case.first, solved[1]):
+    parts = recompute.Contributions(case, parameter) if kind == "gradient" else None
+    solution = recompute.sample_weights(parts) if parts is not None and parts.known else None
+    if solution is None or not case.leaves_little(case.first, solution[1]):
         return []
-    if float((solved[0] - solved[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
+    if float((solution[0] - solution[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
-        for rank, row in enumerate((solved[0].round(decimals=3) + 0.0).tolist())
+        for rank, row in enumerate((solution[0].round(decimals=3) + 0.0).tolist())
     )
     return [f"it is right except for the weights of the micro batches in it (1 is right): {shown}"]
 
 
 def _scaled(exact: torch.Tensor, heads: int, factors: list[float]) -> torch.Tensor:
+    """Return the tensor with each head multiplied by its factor."""
     return (exact.unflatten(-1, (heads, -1)) * torch.tensor(factors, dtype=exact.dtype)[:, None]).flatten(-2)
 
 
 def _order(own: torch.Tensor, exact: torch.Tensor) -> list[int]:
-    """Which of the right rows each row is nearest to, if that is not the same row for all; [] otherwise."""
+    """Return which row of `exact` each row is nearest to; [] unless this is another order of all rows."""
     nearest = torch.cdist(own, exact).argmin(1).tolist()
     return nearest if nearest != list(range(len(nearest))) and len(set(nearest)) == len(nearest) else []

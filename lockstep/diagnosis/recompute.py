@@ -5,8 +5,8 @@ A layer y = x W^T + b whose weight is cut over tp has, on tp rank r,
     row-parallel      W = [W_0 W_1 ...]      y = sum_r x_r W_r^T          in forward
     column-parallel   W = [W_0; W_1; ...]    dL/dx = sum_r g_r W_r        in backward, g = dL/dy
 
-and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x, g and W are all in the dump, so each share can
-be computed alone and compared with what the run has.
+and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x, g and W are all in the dump, so each term of a sum
+can be computed alone and compared with what the run has. Here a rank's share is its term, and a sample's contribution is its term.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
 
 def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
-    """Each tp rank's share of the output of a module that sums over tp, without a bias; [] for others."""
+    """Return each tp rank's share of the output of a module that sums over tp, without a bias; [] for any other module."""
     weight = case.weight_of(module)
     if weight is None or not _sums_over_tp(case, module):
         return []
@@ -39,15 +39,15 @@ def forward_shares(case: Case, module: str) -> list[torch.Tensor]:
         ids, shares, first = case.own("batch/input_ids").long(), [], 0
         # An embedding: an id of another rank looks up zeros
         for (rows,) in case.shares(name, "tp", before):
-            mine = (ids >= first) & (ids < first + len(rows))
-            shares.append(rows[(ids - first).clamp(0, len(rows) - 1)] * mine[..., None])
+            is_own = (ids >= first) & (ids < first + len(rows))
+            shares.append(rows[(ids - first).clamp(0, len(rows) - 1)] * is_own[..., None])
             first += len(rows)
         return shares
     return []
 
 
 def _sums_over_tp(case: Case, module: str) -> bool:
-    """Whether a module has its weight cut over tp and its output not along its features: row-parallel, or an embedding."""
+    """Whether a module's weight is cut over tp, and its output is not cut along its features: row-parallel, or an embedding."""
     names = (f"parameter/{case.weight_of(module)}", f"forward/{module}")
     return (
         case.has(names[1])
@@ -59,11 +59,11 @@ def _sums_over_tp(case: Case, module: str) -> bool:
 
 
 def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
-    """Column-parallel layer that a tensor enters -> each tp rank's share of the gradient that comes back through it.
+    """Return column-parallel layer that a tensor enters -> each tp rank's share of the gradient that comes back through it.
 
-    {} unless it enters such layers only.
+    {} unless the tensor enters such layers only.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    shares: dict[str, list[torch.Tensor]] = {}
     for module in case.consumers(name):
         weight = f"parameter/{case.weight_of(module)}"
         if (
@@ -73,18 +73,18 @@ def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
         ):
             return {}
         weights = case.shares(weight, "tp", case.before(weight.removeprefix("parameter/")))
-        start, found[module] = 0, []
+        start, shares[module] = 0, []
         gradient = case.own(f"backward/{module}")
         for (rows,) in weights:
-            found[module].append(gradient[..., start : start + len(rows)] @ rows)
+            shares[module].append(gradient[..., start : start + len(rows)] @ rows)
             start += len(rows)
-    return found
+    return shares
 
 
 def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
-    """Each tp rank's share of the gradient of a norm's weight that all ranks hold, while each norms its own heads only.
+    """Return each tp rank's share of the gradient of a norm's weight that all ranks hold, while each norms its own heads only.
 
-    y = w z has the gradient sum of dL/dy z over tokens and heads. [] for any other parameter.
+    With y = w z, the gradient of w is the sum of dL/dy z over tokens and heads. [] for any other parameter.
     """
     module = parameter.removesuffix(".weight")
     forward, backward = f"forward/{module}", f"backward/{module}"
@@ -103,10 +103,10 @@ def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
 
 
 class Contributions:
-    """What each micro batch of each DP rank contributes to the gradient of one parameter; in blocks of rows.
+    """What each micro batch of each DP rank contributes to the gradient of one parameter, in blocks of rows.
 
-    A block of a weight has shape (samples, rows, columns). A vector is cut over tp (if it is sharded) and then over dp, because a
-    rank may hold one such part only; each part is a block of a single row.
+    The contributions to a block of a weight have shape (samples, rows, columns). A vector is cut over tp (if it is sharded) and then
+    over dp, because a rank may hold one such part only; each part is a block of a single row.
     """
 
     def __init__(self, case: Case, parameter: str):
@@ -116,7 +116,7 @@ class Contributions:
 
     @property
     def known(self) -> bool:
-        """Whether all tensors that the gradient is made of are captured and right, and the samples can be told apart."""
+        """Whether all tensors that the gradient is computed from are captured and right, and the samples can be told apart."""
         case, module = self.case, self.module
         needed = [f"backward/{module}"]
         shape = case.dump.layout.parameters[self.parameter]
@@ -129,37 +129,39 @@ class Contributions:
         is_tied = (
             self.parameter == case.weight_of(case.names.head) and module != case.names.head
         )  # a sum of two
-        right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
-        blocks = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
-        return right and not is_tied and 4 * self.samples <= shape[-1] // blocks
+        are_right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
+        num_parts = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
+        return are_right and not is_tied and 4 * self.samples <= shape[-1] // num_parts
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yields (what a block is in the run, in the reference, the contributions to it)."""
+        """Yield (the run's block, the reference's block, the contributions to it)."""
         case, name = self.case, f"gradient/{self.parameter}"
         own, exact = case.own(name), case.exact(name)
-        output = self._by_sample(case.own(f"backward/{self.module}"))
+        g = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
-            entering = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
+            x = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
+            # The gradient of W^T is x^T g
             if case.is_transposed(self.module):
-                entering, output = output, entering
+                x, g = g, x
             for start in range(0, len(own), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
-                yield own[rows], exact[rows], output[..., rows].transpose(1, 2) @ entering
+                yield own[rows], exact[rows], g[..., rows].transpose(1, 2) @ x
             return
         if self.what == "bias":
-            each = output.sum(1)
+            products = g.sum(1)
         else:  # a norm's weight: y = w z, or w z + b
             weight, bias = case.before(self.parameter), f"{self.module}.bias"
             normed = self._by_sample(case.own(f"forward/{self.module}"))
             if bias in case.dump.layout.parameters:
                 normed = normed - case.before(bias)
-            each = (normed / weight * output).sum(1)
-        for mine, right, contributed in zip(
-            *(self._parts(tensor) for tensor in (own, exact, each)), strict=True
+            products = (normed / weight * g).sum(1)
+        for own_part, exact_part, contributed in zip(
+            *(self._parts(tensor) for tensor in (own, exact, products)), strict=True
         ):
-            yield mine[None], right[None], contributed[:, None]
+            yield own_part[None], exact_part[None], contributed[:, None]
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a vector, cut over tp and then over dp, along the last dim."""
         over_tp = vector.chunk(self._cut_over_tp, -1)
         return [part for shard in over_tp for part in shard.chunk(self.case.mesh.dp, -1)]
 
@@ -168,7 +170,7 @@ class Contributions:
         return self.case.mesh.tp if "tp" in self.case.sharded(f"gradient/{self.parameter}") else 1
 
     def _by_sample(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(samples, tokens, channels) of an output; its dim 0 is the global batch, in the order of samples.
+        """Return an output, whose dim 0 is the global batch in the order of samples, with shape (samples, tokens, channels).
 
         The heads of a norm on heads count as tokens.
         """
@@ -176,38 +178,38 @@ class Contributions:
 
 
 def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
-    """(weights (dp, micro batches) of each DP rank's micro batches in a gradient, the error left); weight 1 is right.
+    """Return (weights (dp, micro batches) of each DP rank's micro batches in a gradient, the error left); weight 1 is right.
 
-    None if something is not finite.
+    The weights are those that fit best (least squares). None if something is not finite.
     """
-    products = torch.zeros(found.samples, found.samples, dtype=torch.float64)
-    along = torch.zeros(found.samples, dtype=torch.float64)
-    for own, _, each in found.blocks():
-        flat = each.flatten(1)
-        products += flat @ flat.T
-        along += flat @ own.flatten()
-    if not bool(products.isfinite().all() and along.isfinite().all()):
+    gram = torch.zeros(found.samples, found.samples, dtype=torch.float64)
+    projections = torch.zeros(found.samples, dtype=torch.float64)
+    for own, _, contributions in found.blocks():
+        flat = contributions.flatten(1)
+        gram += flat @ flat.T
+        projections += flat @ own.flatten()
+    if not bool(gram.isfinite().all() and projections.isfinite().all()):
         return None
-    weights = torch.linalg.lstsq(products, along[:, None]).solution[:, 0]
-    left = sum(
-        float((own - (weights[:, None, None] * each).sum(0)).square().sum())
-        for own, _, each in found.blocks()
+    weights = torch.linalg.lstsq(gram, projections[:, None]).solution[:, 0]
+    squared_error = sum(
+        float((own - (weights[:, None, None] * contributions).sum(0)).square().sum())
+        for own, _, contributions in found.blocks()
     )
-    return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), left**0.5
+    return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), squared_error**0.5
 
 
 def samples_of_one_replica(found: Contributions, size: int) -> tuple[list[int], float]:
-    """Take each row for the mean over the samples of one replica, the nearest: `size` neighbouring DP ranks.
+    """Assign each row of a gradient to the replica, of `size` neighbouring DP ranks, whose mean over its own samples is nearest.
 
     Returns the number of rows of each replica, and the error that this leaves.
     """
     replicas = found.case.mesh.num_sample_shares // size
-    counts, left = [0] * replicas, 0.0
-    for own, _, each in found.blocks():
-        means = replicas * each.unflatten(0, (replicas, -1)).sum(1)  # (replicas, rows, columns)
+    counts, squared_error = [0] * replicas, 0.0
+    for own, _, contributions in found.blocks():
+        means = replicas * contributions.unflatten(0, (replicas, -1)).sum(1)  # (replicas, rows, columns)
         errors = (means - own).square().sum(-1)
         nearest = errors.argmin(0)
-        left += float(errors.min(0).values.sum())
+        squared_error += float(errors.min(0).values.sum())
         for replica in range(replicas):
             counts[replica] += int((nearest == replica).sum())
-    return counts, left**0.5
+    return counts, squared_error**0.5

@@ -1,4 +1,4 @@
-"""Rules for a first wrong norm, moment or parameter; the gradients are right."""
+"""Rules for a first wrong gradient norm, moment, parameter or average. The gradients are right."""
 
 import math
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
-SAME_NORM = 1e-5  # relative: two norms as near as this are one
-FACTOR = 1e-3  # and two factors of moments
+SAME_NORM = 1e-5  # two norms that are as near as this (relative) are the same
+FACTOR = 1e-3  # likewise two factors of moments
 
 
 # The gradient norm
@@ -24,8 +24,8 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
     norm = case.norm
     if norm is None:
         return None
-    held, tp, copied = norm.held, case.mesh.tp, _square_of_replicated(case)
-    if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * copied), rel_tol=SAME_NORM):
+    held, tp, replicated = norm.held, case.mesh.tp, _square_of_replicated(case)
+    if tp > 1 and math.isclose(norm.recorded, math.sqrt(held**2 + (tp - 1) * replicated), rel_tol=SAME_NORM):
         ratio = norm.recorded / held
         return Cause(
             "clipping",
@@ -33,9 +33,9 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
             "were counted tp times",
         )
     for axis in case.mesh.axes:
-        for rank, own in enumerate(norms_by_stage(case) if axis == "pp" else norms_by_rank(case, axis)):
-            if not math.isclose(own, held, rel_tol=SAME_NORM) and math.isclose(
-                norm.recorded, own, rel_tol=SAME_NORM
+        for rank, part_norm in enumerate(norms_by_stage(case) if axis == "pp" else norms_by_rank(case, axis)):
+            if not math.isclose(part_norm, held, rel_tol=SAME_NORM) and math.isclose(
+                norm.recorded, part_norm, rel_tol=SAME_NORM
             ):
                 return Cause(
                     "clipping",
@@ -51,12 +51,12 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
     if norm is None:
         return None
     expected = clip_factor(case.options, norm.recorded) / clip_factor(case.options, norm.held)
-    found = case.factor(case.judged("exp_avg"))
+    factor = case.factor(case.judged("exp_avg"))
     if (
         case.step > 1
-        or found is None
+        or factor is None
         or abs(expected - 1) <= evidence.SAME_FACTOR
-        or not math.isclose(found, expected, rel_tol=FACTOR)
+        or not math.isclose(factor, expected, rel_tol=FACTOR)
     ):
         return None
     times = case.in_words(norm.recorded / norm.held)
@@ -67,35 +67,36 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
 
 
 def norms_by_rank(case: Case, axis: str) -> list[float]:
-    """The norm of what each rank along an axis holds of the gradients; [] where the axis cuts none."""
-    squares, cut = [0.0] * case.mesh.size(axis), False
+    """Return the norm of what each rank along an axis holds of the gradients; [] if the axis cuts none."""
+    squares, is_cut = [0.0] * case.mesh.size(axis), False
     for row in case.rows.values():
         if row.kind != "gradient":
             continue
         if axis not in case.sharded(row.name):
             squares = [square + row.distance.own_norm**2 for square in squares]
             continue
-        cut = True
+        is_cut = True
         for rank, pieces in enumerate(case.shares(row.name, axis, case.own(row.name))):
             squares[rank] += sum(float(piece.square().sum()) for piece in pieces)
-    return [math.sqrt(square) for square in squares] if cut else []
+    return [math.sqrt(square) for square in squares] if is_cut else []
 
 
 def norms_by_stage(case: Case) -> list[float]:
-    """The norm of the gradients of what each rank along pp has; of tied weights, the first has them."""
+    """Return the norm of the gradients of what each rank along pp has. A tied weight is the first rank's."""
     norms = []
     for stages in case.dump.manifest["contract"]["cuts"]["pp"]["units"]:
         units = {unit for stage in stages for unit in stage}
-        own = [
+        squares = [
             row.distance.own_norm**2
             for row in case.rows.values()
             if row.kind == "gradient" and case.names.unit_of(row.name.removeprefix("gradient/")) in units
         ]
-        norms.append(math.sqrt(sum(own)))
+        norms.append(math.sqrt(sum(squares)))
     return norms
 
 
 def _square_of_replicated(case: Case) -> float:
+    """Return the squared norm of the gradients of the parameters that every tp rank holds."""
     return sum(
         row.distance.own_norm**2
         for row in case.rows.values()
@@ -123,7 +124,7 @@ def not_clipped(case: Case) -> Cause | None:
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
     if case.step > 1 or first is None or second is None or abs(case.clip - 1) <= evidence.SAME_FACTOR:
         return None
-    if case.names_of(first) != ["1/clip factor"]:  # or it is a number of ranks as well
+    if case.names_of(first) != ["1/clip factor"]:  # it may be a number of ranks as well
         return None
     if math.isclose(first * case.clip, 1, rel_tol=FACTOR) and math.isclose(
         second, first**2, rel_tol=2 * FACTOR
@@ -148,11 +149,11 @@ def clipped_by_rank(case: Case) -> Cause | None:
     ):
         return None
     for row in (row for row in case.wrong("exp_avg") if "tp" in case.sharded(row.name)):
-        both = case.own(row.name), case.fresh(row.name)
-        pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in both), strict=True)
-        for factor, (mine, right) in zip(factors, pairs, strict=True):
-            expected = [factor * piece for piece in right]
-            if not evidence.relative_error(mine, expected) <= row.tolerated / row.distance.norm:
+        tensors = case.own(row.name), case.fresh(row.name)
+        pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in tensors), strict=True)
+        for factor, (own_pieces, exact_pieces) in zip(factors, pairs, strict=True):
+            expected = [factor * piece for piece in exact_pieces]
+            if not evidence.relative_error(own_pieces, expected) <= row.tolerated / row.distance.norm:
                 return None
     shown = ", ".join(f"{factor:.4g}" for factor in factors)
     return Cause(
@@ -176,57 +177,57 @@ def rounded(case: Case) -> Cause | None:
 
 def update_left_out(case: Case) -> Cause | None:
     """All wrong elements are bit for bit what they were before the step."""
-    wrong, shown = case.wrong("parameter"), []
-    for row in wrong:
+    rows, shown = case.wrong("parameter"), []
+    for row in rows:
         name = _parameter(row)
         own, before = case.own(row.name), case.before(name)
         is_wrong = (own - case.updated(name)).abs() > row.tolerated_largest
-        kept = own == before
-        if not bool(is_wrong.any()) or bool((is_wrong & ~kept).any()):
+        is_unchanged = own == before
+        if not bool(is_wrong.any()) or bool((is_wrong & ~is_unchanged).any()):
             return None
-        share = next(_shares_kept(case, row.name, own, before), "")
+        share = next(_unchanged_shares(case, row.name, own, before), "")
         shown.append(
             name
             + (
                 f" in the share of {share}"
                 if share
                 else ""
-                if bool(kept.all())
-                else f" in {int(kept.sum())} of {kept.numel()} elements"
+                if bool(is_unchanged.all())
+                else f" in {int(is_unchanged.sum())} of {is_unchanged.numel()} elements"
             )
         )
-    if not wrong:
+    if not rows:
         return None
     return Cause(
         "update left out", f"the moments are right; unchanged bit for bit: {listed(shown)}; all else is right"
     )
 
 
-def _shares_kept(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:
-    """ "tp rank 1 of 2": whose share of a tensor alone did not change."""
+def _unchanged_shares(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:
+    """Yield the rank whose shard alone did not change, such as "tp rank 1 of 2", for each axis along which there is one."""
     for axis in case.sharded(name):
         pairs = zip(*(case.shares(name, axis, tensor) for tensor in (own, before)), strict=True)
-        moved = [any(bool((a != b).any()) for a, b in zip(*pair, strict=True)) for pair in pairs]
-        if moved.count(False) == 1:
-            yield f"{axis} rank {moved.index(False)} of {len(moved)}"
+        has_changed = [any(bool((a != b).any()) for a, b in zip(*pair, strict=True)) for pair in pairs]
+        if has_changed.count(False) == 1:
+            yield f"{axis} rank {has_changed.index(False)} of {len(has_changed)}"
 
 
 def other_decay(case: Case) -> Cause | None:
     """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
-    wrong, found = case.wrong("parameter"), []
-    for row in wrong:
+    rows, errors = case.wrong("parameter"), []
+    for row in rows:
         before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
         if bool((before == before.flatten()[0]).all()):
             return None  # of weights that are all equal, a multiple is a constant
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
         if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
             return None
-        found.append(-factor / case.rate)
-    if not found or not all(math.isclose(one, found[0], rel_tol=2 * LEFT) for one in found):
+        errors.append(-factor / case.rate)
+    if not errors or not all(math.isclose(error, errors[0], rel_tol=2 * LEFT) for error in errors):
         return None
-    names = listed([_parameter(row) for row in wrong])
+    names = listed([_parameter(row) for row in rows])
     return Cause(
-        "weight decay", f"the moments are right; the weight decay of {names} is off by {found[0]:+.4g}"
+        "weight decay", f"the moments are right; the weight decay of {names} is off by {errors[0]:+.4g}"
     )
 
 
@@ -234,7 +235,7 @@ def other_decay(case: Case) -> Cause | None:
 
 
 def other_average(case: Case) -> Cause | None:
-    """All averages moved towards the weights by one share of the way, which is not 1 - decay; or not at all."""
+    """All averages moved towards the weights by the same share of the way, which is not 1 - decay, or did not move."""
     shares = []
     for row in case.wrong("average"):
         before, weights = case.average_before(_parameter(row)), case.own(f"parameter/{_parameter(row)}")
@@ -242,7 +243,7 @@ def other_average(case: Case) -> Cause | None:
         if not math.isfinite(share) or not case.explains(row.name, before + share * (weights - before)):
             return None
         shares.append(share)
-    if not shares or not all(math.isclose(one, shares[0], rel_tol=LEFT, abs_tol=1e-6) for one in shares):
+    if not shares or not all(math.isclose(share, shares[0], rel_tol=LEFT, abs_tol=1e-6) for share in shares):
         return None
     decay = case.options["ema_decay"]
     moved = (
@@ -257,6 +258,7 @@ def other_average(case: Case) -> Cause | None:
 
 
 def _parameter(row: Judgement) -> str:
+    """Return the name of the parameter that a row is of."""
     return row.name.split("/", 1)[1]
 
 

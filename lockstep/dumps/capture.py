@@ -9,13 +9,14 @@ For every captured step, in one file (lockstep/dumps/dump.py):
     exp_avg/PARAMETER  exp_avg_sq/PARAMETER  parameter/PARAMETER      after the update
     batch/input_ids  batch/labels          what the model was really called with
 
-The loss is the mean over the global batch, so the gradients that a rank computes for its own share are divided by the number of
-shares (`Captured.loss_shares`). Rows (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only
-during captured steps.
+The loss is the mean over the global batch, so the gradients that a rank computes for its own tokens are divided by
+`Captured.loss_shares`. Rows (dim 0) are the global batch: DP rank by DP rank, micro batch by micro batch. Hooks exist only during
+captured steps.
 
-Who writes: each part of a tensor is written by one of the ranks that hold it, and all hash it. Of an output it is the rank that is first
-along the axes that do not cut it (lockstep/dumps/placement.py), as it is computed. Of what is kept of parameters, the ranks take turns, parameter
-by parameter. Where it is written: lockstep/dumps/step_file.py. The stages of a pipeline write a file each, which are then joined.
+Each part of a tensor is written by one of the ranks that hold it, and hashed by all of them. An output is written while it is
+computed, by the rank that is first along the axes that do not cut it (lockstep/dumps/placement.py). Tensors of parameters are
+written by the ranks in turns, parameter by parameter. lockstep/dumps/step_file.py does the writing. Each stage of a pipeline writes
+a file of its own; these are then joined.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_KINDS = 8  # of tensors of one parameter that a file has room for
+MOST_KINDS = 8  # kinds of tensors of a parameter that a file has room for
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
@@ -65,29 +66,37 @@ class Captured(Protocol):
         """Divide the gradients of a rank's activations by this to get those of the mean loss of the global batch."""
 
     def held(self, kind: str) -> Held:
-        """(name, block, shape of the full tensor, start of the block in it), for the blocks of this rank's shard of every parameter.
+        """Yield (name, block, shape of the full tensor, start of the block in it) of every block of this rank's shards of parameters.
 
         `kind` is "gradient" (between `forward_backward` and `update`), "parameter", one of `state_kinds` or, with --ema_decay,
         "average".
         """
 
     def state_kinds(self) -> list[str]:
-        """The names of the tensors that the optimizer keeps of parameters, once it has stepped: `held` yields them, too."""
+        """Return the names of the tensors that the optimizer keeps of parameters, once it has stepped.
+
+        `held` yields them, too.
+        """
 
     def called(self) -> CalledModules:
-        """The modules that are called with the batch, and where among their arguments `input_ids` and `labels` are: a name or a place."""
+        """Return the modules that are called with the batch, and where among their arguments `input_ids` and `labels` are.
+
+        A place is the name of an argument or its number.
+        """
 
 
 class Capture:
     """One rank's capture. `begin`, `gradients` and `end` are collective, once per captured step.
 
-    `about` is what the run records of itself; the ranks of `mesh` write into `folder`. This one computes these `positions` of each sequence.
+    `about` is what the run records of itself. The ranks of `mesh` write into `folder`. `positions` are those of each sequence that this
+    rank computes.
 
     Raises TrainingFailure on every rank if a part has no place in its full tensor, a tensor was only partly written, or the disk is
     full.
     """
 
-    writer: step_file.StepWriter  # of the step that is being captured
+    # Of the step that is being captured
+    writer: step_file.StepWriter
     path: Path
 
     def __init__(self, about: dict[str, Any], mesh: Mesh, folder: Path, positions: Pieces):
@@ -97,26 +106,26 @@ class Capture:
         self.placement = Placement(mesh, self.here, self.rows, self.seq_length, positions)
         self.inputs = Samples.of_options(self.options).inputs
         self.steps: Container[int] = range(1, self.options["capture_steps"] + 1)
-        found = layout_of(
+        layout = layout_of(
             about["architecture"], self.options["attn_impl"], positions="position_ids" in self.inputs
         )
-        state = state_of(self.options["optimizer"], found.model.trained)
-        self.layout = found.model_copy(update={"state": state})
+        state = state_of(self.options["optimizer"], layout.model.trained)
+        self.layout = layout.model_copy(update={"state": state})
         self.kinds = self.layout.kinds(self.options)
         self.own_optimizer = self.options["optimizer"] not in OPTIMIZERS
-        kept = MOST_KINDS if self.own_optimizer else len(self.kinds)
+        num_kinds = MOST_KINDS if self.own_optimizer else len(self.kinds)
         self.num_tensors = (
-            2 * len(self.layout.outputs) + kept * len(self.layout.parameters) + len(self.inputs)
+            2 * len(self.layout.outputs) + num_kinds * len(self.layout.parameters) + len(self.inputs)
         )
         self.manifest: dict[str, Any] = {"run": about, "layout": self.layout.model_dump(), "steps": {}}
         self.writers: dict[str, bool] = {}
         self.unfinished: list[Path] = []
 
     def begin(self, strategy: Captured, step: int, fed: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
-        """Before the step's first forward pass: open the file and register the hooks.
+        """Open the file of a step and register the hooks. Call this before the step's first forward pass.
 
-        `fed` are the micro batches that the strategy is given. They are recorded where the model is called
-        without them: a loss of the user's own may call parts of it, or keep the labels for itself.
+        `fed` are the micro batches that the strategy is given. They are recorded if the model is not called with them: a loss of the
+        user's own may call parts of the model, or keep the labels for itself.
         """
         self._open(strategy, step)
         self.fed = fed
@@ -142,10 +151,11 @@ class Capture:
             self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
 
     def _open(self, strategy: Captured, step: int) -> None:
+        """Open the file of a step on every rank. Collective."""
         self.strategy, self.step, self.problem = strategy, step, ""
-        self.loss_shares = strategy.loss_shares  # every gradient is divided by it
+        self.loss_shares = strategy.loss_shares  # the gradients of activations are divided by it
         self.no_room: OSError | None = None
-        self.seen: Counter[str] = Counter()  # rows of this rank so far
+        self.seen: Counter[str] = Counter()  # tensor -> the rows of this rank so far
         self.gradients_seen: set[tuple[str, int]] = set()
         self.final = step_file.step_path(self.folder, step)
         self.unfinished = [
@@ -163,11 +173,11 @@ class Capture:
             self.writers = self._parameter_writers()
 
     def gradients(self) -> None:
-        """Between the backward pass and the update: write every parameter's gradient."""
+        """Write every parameter's gradient. Call this between the backward pass and the update."""
         for handle in self.handles:
             handle.remove()
         for number, name in enumerate(self.inputs):
-            # a stage of a pipeline is called with one of them
+            # A stage of a pipeline is called with one of the inputs
             if name in self.called_with and not self.seen[f"batch/{name}"]:
                 for micro_batch in self.fed:
                     self._write_batch(name, self._own_positions(micro_batch[number]))
@@ -180,7 +190,10 @@ class Capture:
         self._close({})
 
     def end(self, record: dict, *, updated: bool = True) -> None:
-        """After the update: write optimizer state and parameters, finish the file, name the step in the manifest."""
+        """Write optimizer state and parameters, finish the file, and name the step in the manifest.
+
+        Call this after the update.
+        """
         if updated and self.own_optimizer and not self.layout.state:
             self._see_state()
         for kind in self.kinds[1:] if updated else ():
@@ -188,14 +201,14 @@ class Capture:
         self._close({key: record[key] for key in manifest.Trained.model_fields if key in record})
 
     def _see_state(self) -> None:
-        """What an optimizer of the user's choice keeps of parameters, after its first step."""
-        mine = {
+        """Put into the layout what an optimizer of the user's own keeps of parameters. Collective, after its first step."""
+        own_state = {
             kind: {name: full for name, _, full, _ in self.strategy.held(kind)}
             for kind in self.strategy.state_kinds()
         }
         state: State = {}
-        for of_rank in gather_objects(mine):
-            for kind, shapes in of_rank.items():
+        for rank_state in gather_objects(own_state):
+            for kind, shapes in rank_state.items():
                 state.setdefault(kind, {}).update(shapes)
         self.layout = self.layout.model_copy(update={"state": state})
         self.kinds = self.layout.kinds(self.options)
@@ -207,7 +220,10 @@ class Capture:
         manifest.write(self.folder, self.manifest)
 
     def abandon(self) -> None:
-        """After a failure: remove the file of an unfinished step. It is of no use and takes room, and no older dump is read beside it."""
+        """Remove the file of an unfinished step, after a failure.
+
+        It is of no use and takes room, and no older dump is read beside it.
+        """
         if self.rank == 0 and self.unfinished:
             with contextlib.suppress(OSError):
                 for path in self.unfinished:
@@ -215,22 +231,23 @@ class Capture:
                 self.folder.rmdir()  # if no step was finished
 
     def _close(self, entry: dict) -> None:
+        """Close the file on every rank and finish it on rank 0. `entry` is what the manifest says of the step. Collective."""
         self._try(self.writer.close)
         if self.no_room:  # the size of the whole file is known now
             reason = why_not_written(self.no_room, self.path, self.writer.size)
             self.problem = f"cannot write {self.path} (capture of step {self.step}, rank {self.rank}): {reason}; free space or choose another --capture_dir"
         parts = {name: slot.parts for name, slot in self.writer.slots.items()}
-        layout = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
-        everyone = gather_objects((parts, layout))
+        slots = {name: (slot.shape, slot.dtype, slot.offset) for name, slot in self.writer.slots.items()}
+        by_rank = gather_objects((parts, slots))
         stop_together(self.problem)
         if self.rank == 0:
-            self._try(self._finish, everyone, entry)
+            self._try(self._finish, by_rank, entry)
         stop_together(self.problem)
 
     def _try(
         self, call: Callable[Given, Returned], *arguments: Given.args, **options: Given.kwargs
     ) -> Returned | None:
-        """Call the function and keep an error for `stop_together`, because the other ranks wait in a collective."""
+        """Call a function and keep its error for `stop_together`, because the other ranks wait in a collective."""
         try:
             return call(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - it is raised on every rank, by stop_together
@@ -248,6 +265,7 @@ class Capture:
         arguments: tuple,
         options: dict[str, Any],
     ) -> None:
+        """Write the parts of the batch that a module is called with. A hook."""
         for name, place in places.items():
             if isinstance(place, int):
                 self._write_batch(name, arguments[place])
@@ -258,20 +276,20 @@ class Capture:
             ):  # the first argument of every causal language model of transformers
                 self._write_batch(name, arguments[0])
 
-    def _write_batch(self, name: str, given: torch.Tensor) -> None:
-        if given.ndim > 2:
+    def _write_batch(self, name: str, local: torch.Tensor) -> None:
+        if local.ndim > 2:
             return  # a mask made of what was fed, which is written instead
-        row = self._next_row(f"batch/{name}", given)
-        self._try(self._write_placed, f"batch/{name}", given, (BATCH, SEQUENCE), row)
+        row = self._next_row(f"batch/{name}", local)
+        self._try(self._write_placed, f"batch/{name}", local, (BATCH, SEQUENCE), row)
 
     def _own_positions(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of a micro batch (B, S)."""
+        """Return this rank's positions of a tensor of a micro batch (B, S)."""
         return torch.cat(
             [whole[:, start : start + length] for start, length in self.placement.positions], dim=1
         )
 
     def _next_row(self, name: str, local: torch.Tensor) -> int:
-        """Where a micro batch begins among the samples of this rank, which come one after the other."""
+        """Return the row at which a micro batch begins among the samples of this rank, which come one after the other."""
         row = self.seen[name]
         self.seen[name] += local.shape[0]
         return row
@@ -279,17 +297,17 @@ class Capture:
     def _see_inputs(
         self, module: str, _module: torch.nn.Module, arguments: tuple, options: dict[str, Any]
     ) -> None:
-        given = {**{str(place): value for place, value in enumerate(arguments)}, **options}
+        by_place = {**{str(place): value for place, value in enumerate(arguments)}, **options}
         for place, name in self.layout.inputs[module].items():
-            if isinstance(given.get(place), torch.Tensor):
-                self._see(name, given[place])
+            if isinstance(by_place.get(place), torch.Tensor):
+                self._see(name, by_place[place])
 
     def _see_outputs(self, module: str, _module: torch.nn.Module, _arguments: object, output: object) -> None:
         for name, tensor in named_outputs(module, output):
             self._see(name, tensor)
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
-        """Write an output or input of a module, and its gradient later."""
+        """Write an output or input of a module now, and its gradient when it is computed."""
         if being_recomputed():
             return
         if name not in self.layout.outputs:
@@ -306,12 +324,12 @@ class Capture:
             return  # the same for every micro batch
         self._try(self._write_placed, f"forward/{name}", local, symbols, row)
         if tensor.requires_grad and name in self.layout.backward:
-            # its place is fixed here, in the order of the forward pass, which is the same on all ranks
+            # Its slot is made here, in the order of the forward pass, which is the same on all ranks
             self._try(self._place, f"backward/{name}", local, symbols)
             tensor.register_hook(functools.partial(self._see_gradient, name, row))
 
     def _with_sequence(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A tensor whose first dim is all tokens of a micro batch, with that dim as two."""
+        """Return the tensor with dims of its own for batch and sequence, if its first dim is all tokens of a micro batch."""
         if name not in self.layout.flat:
             return local
         return local.unflatten(0, (self.fed[0][0].shape[0], -1))
@@ -333,7 +351,7 @@ class Capture:
             self.writer.write(name, start, block, is_writer=is_writer)
 
     def _place(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[list[Runs], bool]:
-        """Makes the tensor's slot; returns where this rank's first micro batch lies in it, and whether this rank writes."""
+        """Make the tensor's slot. Returns where this rank's first micro batch lies in it, and whether this rank writes."""
         full, runs, is_writer = self.placement.of(name, local, symbols)
         self.writer.slot(name, full, local.dtype)
         return runs, is_writer
@@ -347,67 +365,70 @@ class Capture:
         self.writer.write(key, start, local, is_writer=self.writers[name])
 
     def _parameter_writers(self) -> dict[str, bool]:
-        """Parameter -> whether this rank writes its part: ranks that hold the same part take turns."""
-        mine: dict[str, list] = {}
+        """Return parameter -> whether this rank writes its shard. Ranks that hold the same shard take turns. Collective."""
+        own_places: dict[str, list] = {}
         for name, local, _, start in self.strategy.held("parameter"):
-            mine.setdefault(name, []).append((start, tuple(local.shape)))
-        everyone = gather_objects((self.here.pp, mine))
+            own_places.setdefault(name, []).append((start, tuple(local.shape)))
+        by_rank = gather_objects((self.here.pp, own_places))
         writes = {}
-        for number, name in enumerate(mine):
-            twins = [
+        for number, name in enumerate(own_places):
+            holders = [
                 rank
-                for rank, (stage, theirs) in enumerate(everyone)
-                if stage == self.here.pp and theirs[name] == mine[name]
+                for rank, (stage, places) in enumerate(by_rank)
+                if stage == self.here.pp and places[name] == own_places[name]
             ]
-            writes[name] = twins[number % len(twins)] == self.rank
+            writes[name] = holders[number % len(holders)] == self.rank
         return writes
 
-    def _finish(self, everyone: list, entry: dict) -> None:
-        """On rank 0: check that the parts cover the tensors, write the header, name the step in the manifest."""
+    def _finish(self, by_rank: list, entry: dict) -> None:
+        """Check that the parts cover the tensors, write the header, and name the step in the manifest. On rank 0.
+
+        `by_rank` has the parts and the slots of every rank.
+        """
         tensors, replicas = {}, {}
-        first_of = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
-        for rank, (_, layout) in enumerate(everyone):
-            first = first_of[self.mesh.coordinates(rank).pp]
-            if layout != everyone[first][1]:
+        first_ranks = [self.mesh.rank(Coordinates(pp=stage)) for stage in range(self.mesh.pp)]
+        for rank, (_, slots) in enumerate(by_rank):
+            first = first_ranks[self.mesh.coordinates(rank).pp]
+            if slots != by_rank[first][1]:
                 raise ValueError(
                     f"rank {rank} and rank {first} did not see the same tensors in the same order"
                 )
         for stage, path in enumerate(self.unfinished[1:], 1):
-            self.writer.append(path, everyone[first_of[stage]][1])
+            self.writer.append(path, by_rank[first_ranks[stage]][1])
         for name in self.layout.of_step(self.kinds, self.rows, self.seq_length, self.inputs[2:]):
-            if not any(ranks.get(name) for ranks, _ in everyone):
+            if not any(rank_parts.get(name) for rank_parts, _ in by_rank):
                 continue  # not computed in this step
             slot = self.writer.slots[name]
-            parts = [ranks.get(name, []) for ranks, _ in everyone]
+            parts = [rank_parts.get(name, []) for rank_parts, _ in by_rank]
             self._count_one_stage(parts)
-            total, odd = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
+            checksum, odd_ranks = step_file.merge(name, parts, slot.shape, slot.dtype.itemsize)
             tensors[name] = {
                 "dtype": step_file.DTYPES[slot.dtype],
                 "shape": list(slot.shape),
                 "sharded": self._sharded(parts),
-                "checksum": total,
+                "checksum": checksum,
             }
-            if odd:
-                replicas[name] = odd
+            if odd_ranks:
+                replicas[name] = odd_ranks
         self.writer.write_header(self.path)
-        if not self.manifest["steps"]:  # the first step that is whole: now an older dump can go
+        if not self.manifest["steps"]:  # this is the first whole step: now an older dump can go
             remove_captured(self.folder, but=self.path)
         os.replace(self.path, self.final)
         self.manifest["steps"][str(self.step)] = {**entry, "tensors": tensors, "replicas_differ": replicas}
         manifest.write(self.folder, self.manifest)
 
     def _count_one_stage(self, parts: list[list[step_file.Part]]) -> None:
-        """Of a tensor that ranks of several stages have written, each into its own file, only the first stage's counts."""
+        """Count only the first stage's parts of a tensor that several stages have written, each into its own file."""
         stages = [self.mesh.coordinates(rank).pp for rank in range(len(parts))]
-        owner = min(stage for stage, of_rank in zip(stages, parts, strict=True) if of_rank)
-        for stage, of_rank in zip(stages, parts, strict=True):
-            for part in of_rank if stage != owner else ():
+        owner = min(stage for stage, rank_parts in zip(stages, parts, strict=True) if rank_parts)
+        for stage, rank_parts in zip(stages, parts, strict=True):
+            for part in rank_parts if stage != owner else ():
                 part.checksum = None
 
     def _sharded(self, parts: list[list[step_file.Part]]) -> dict[str, int]:
-        """Mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
+        """Return mesh axis -> the dim that it cuts, from the places of the ranks' parts."""
         dims: dict[str, int] = {}
-        first = next(rank for rank, of_rank in enumerate(parts) if of_rank)
+        first = next(rank for rank, rank_parts in enumerate(parts) if rank_parts)
         for axis in self.mesh.axes:
             if AXES[axis] is Cuts.LAYERS:  # it cuts no tensor
                 continue
@@ -417,4 +438,5 @@ class Capture:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; of any other tensor, the tensor itself."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

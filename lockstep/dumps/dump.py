@@ -5,7 +5,7 @@
     FOLDER/step_2.safetensors.part  a step that was not finished
 
 The manifest (lockstep/dumps/manifest.py) names a step only when its file is whole. lockstep/dumps/capture.py takes the tensors of a rank.
-Each rank writes its shards into the one file (step_file.py), at the places that placement.py computes; nothing is gathered. This module
+Each rank writes its shards into the one file (step_file.py), at the places that placement.py computes. Nothing is gathered. This module
 reads a dump and checks it against what the model must have computed (lockstep/dumps/layout.py).
 """
 
@@ -52,8 +52,8 @@ class Dump:
         path = folder / MANIFEST
         unfinished = sorted(folder.glob("*.part")) if folder.is_dir() else []
         if not path.exists():
-            what = f"only the unfinished {unfinished[0].name}" if unfinished else "no dump"
-            raise UserError(f"{folder}: {what} (no {MANIFEST}); run with --capture_dir again")
+            found = f"only the unfinished {unfinished[0].name}" if unfinished else "no dump"
+            raise UserError(f"{folder}: {found} (no {MANIFEST}); run with --capture_dir again")
         if unfinished:
             raise UserError(
                 f"{folder}: {unfinished[0].name} was not finished; the run was stopped or is still going on; {REMEDY}"
@@ -61,13 +61,13 @@ class Dump:
         self.manifest = manifest_file.read(path)
         self.run = self.manifest["run"]
         self.label = self.run["label"]
-        self.steps: dict[int, dict[str, Any]] = {int(n): one for n, one in self.manifest["steps"].items()}
+        self.steps: dict[int, dict[str, Any]] = {int(n): entry for n, entry in self.manifest["steps"].items()}
         self.exact: bool = bool(self.run.get("exact"))
         self.contract: dict = self.manifest.get("contract") or {}  # a reference has none
         if not self.contract and not self.exact:
             raise UserError(f"{folder}: the run was stopped before its contract was recorded; {REMEDY}")
         self.layout = Layout.model_validate(self.manifest["layout"])
-        self.missing = [(step, name) for step in self.steps for name in self._require_known(step)]
+        self.missing = [(step, name) for step in self.steps for name in self._check_tensors(step)]
         self._places = {step: self._read_header(step) for step in self.steps}
         if self.exact and self.missing:
             step, name = self.missing[0]
@@ -109,12 +109,12 @@ class Dump:
 
     @functools.cache  # noqa: B019 - a dump lives as long as its comparison
     def expected(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that the step must have, in order of execution."""
+        """Return name -> shape of every tensor that the step must have, in order of execution."""
         config = self.run["config"]
         kinds = self.layout.kinds(config)
         if step == 0:
             kinds = ("parameter",)
-        elif self.is_replay:  # which steps an optimizer of the user's own, too
+        elif self.is_replay:  # it steps only an optimizer of the user's own
             kinds = ("gradient", *self.layout.state, "parameter") if self.has_own_optimizer else ("gradient",)
         rows, further = sequences_per_step(config), self.samples.further
         return self.layout.of_step(kinds, rows, config["seq_length"], further)
@@ -123,8 +123,11 @@ class Dump:
         """Whether a step has all of these tensors."""
         return all(name in self.steps[step]["tensors"] for name in names)
 
-    def _require_known(self, step: int) -> list[str]:
-        """The tensors that the step lacks. Raises UserError for a tensor that the model does not have, or has in another shape."""
+    def _check_tensors(self, step: int) -> list[str]:
+        """Return the tensors that the step lacks.
+
+        Raises UserError for a tensor that the model does not have, or has in another shape or dtype.
+        """
         path, expected, tensors = (
             self.folder / MANIFEST,
             self.expected(step),
@@ -140,10 +143,10 @@ class Dump:
                     f"{path}: step {step}: {name} is {entry['shape']}, with this model and batch it must be {list(expected[name])}; {REMEDY}"
                 )
             choice = self.layout.choices.get(name.removeprefix("forward/"))
-            whole = name.startswith("batch/") or (choice is not None and not choice.number)
-            if (entry["dtype"] == "I64") != whole or (self.exact and entry["dtype"] not in ("F64", "I64")):
+            is_int64 = name.startswith("batch/") or (choice is not None and not choice.number)
+            if (entry["dtype"] == "I64") != is_int64 or (self.exact and entry["dtype"] not in ("F64", "I64")):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
-        # Which further outputs a module has depends on its kernel, and all that is made of them is judged.
+        # Which further outputs a module has depends on its kernel. What is computed from them is judged.
         return [
             name
             for name in expected
@@ -167,7 +170,10 @@ class Dump:
         )
 
     def _read_header(self, step: int) -> dict:
-        """Name -> (offset in the file, dtype, shape) of every tensor of the step. Raises UserError unless file and manifest agree."""
+        """Return name -> (offset in the file, dtype, shape) of every tensor of the step.
+
+        Raises UserError unless file and manifest agree.
+        """
         path = step_path(self.folder, step)
         tensors, expected = self.steps[step]["tensors"], self.expected(step)
         try:
@@ -187,38 +193,38 @@ class Dump:
             raise UserError(f"{path}: the model has no tensor {printable(unknown, 200)}; {REMEDY}")
         places = {}
         for name, entry in tensors.items():
-            said = header.get(name)
-            if said is None or [said["dtype"], said["shape"]] != [entry["dtype"], entry["shape"]]:
-                what = (
+            slot = header.get(name)
+            if slot is None or [slot["dtype"], slot["shape"]] != [entry["dtype"], entry["shape"]]:
+                difference = (
                     "is missing"
-                    if said is None
-                    else f"is {said['dtype']} {said['shape']}, {MANIFEST} says {entry['dtype']} {entry['shape']}"
+                    if slot is None
+                    else f"is {slot['dtype']} {slot['shape']}, {MANIFEST} says {entry['dtype']} {entry['shape']}"
                 )
-                raise UserError(f"{path}: {printable(name, 200)} {what}; {REMEDY}")
-            places[name] = (8 + length + said["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+                raise UserError(f"{path}: {printable(name, 200)} {difference}; {REMEDY}")
+            places[name] = (8 + length + slot["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         return places
 
     def blocks(self, step: int, name: str, num_elements: int) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in flat blocks of `num_elements`, each good until the next; verify its checksum.
+        """Yield a tensor's elements in flat blocks of `num_elements`, each valid until the next, and verify its checksum.
 
         Raises UserError after the last block if the bytes are not those that were written.
         """
         path = step_path(self.folder, step)
         offset, dtype, shape = self._places[step][name]
         itemsize, total, first = ITEMSIZE[dtype], 0, 0
-        left = math.prod(shape) * itemsize
-        buffer = np.empty(min(left, num_elements * itemsize), dtype=np.uint8)
+        bytes_left = math.prod(shape) * itemsize
+        buffer = np.empty(min(bytes_left, num_elements * itemsize), dtype=np.uint8)
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(offset)
-                while left:
-                    piece = buffer[:left]
-                    got = 0
-                    while got < len(piece):
-                        got += file.readinto(piece[got:].data) or self._cut_off(path, name)
+                while bytes_left:
+                    piece = buffer[:bytes_left]
+                    num_read = 0
+                    while num_read < len(piece):
+                        num_read += file.readinto(piece[num_read:].data) or self._cut_off(path, name)
                     total += checksum(piece, itemsize, first)
                     first += len(piece) // itemsize
-                    left -= len(piece)
+                    bytes_left -= len(piece)
                     yield torch.from_numpy(piece).view(TORCH[dtype])
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error}); {REMEDY}") from error
@@ -230,18 +236,18 @@ class Dump:
         raise UserError(f"{path}: cut off inside {name}; {REMEDY}")
 
     def parameter_digest(self, step: int) -> str:
-        """A hash that identifies the parameters after a step, made of their checksums."""
+        """Return a hash of the parameters after a step, made of their checksums."""
         tensors = self.steps[step]["tensors"]
         sums = {name: entry["checksum"] for name, entry in tensors.items() if name.startswith("parameter/")}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def tensor(self, step: int, name: str) -> torch.Tensor:
-        """A full tensor in memory. Raises UserError if it is damaged or the run did not compute it."""
+        """Return a full tensor in memory. Raises UserError if it is damaged or the run did not compute it."""
         if not self.has(step, name):
             raise UserError(f"{self.folder}: step {step} has no {name}; {REMEDY}")
         _, dtype, shape = self._places[step][name]
         whole = torch.empty(shape, dtype=TORCH[dtype])
-        # To the end: the checksum is verified
+        # The loop runs to the end, because the checksum is verified after the last block
         for block in self.blocks(step, name, max(whole.numel(), 1)):
             whole = block.reshape(shape)
         return whole

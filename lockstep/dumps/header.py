@@ -1,4 +1,4 @@
-"""What a history and a dump say of their run: one record with one schema and one seal, and what makes two runs comparable."""
+"""What a history and a dump record of their run: one schema, one seal, and the rules for whether two runs can be compared."""
 
 import functools
 import math
@@ -36,28 +36,28 @@ Text = Annotated[str, Field(max_length=65536)]  # a path, a message: made harmle
 
 @functools.cache  # every history and dump that is read asks for it
 def schema(of: type, **others: Any) -> type[Strict]:
-    """The strict schema of what a run records of a dataclass of flags: field for field, `others` in place of some."""
+    """Return the strict schema of what a run records of a dataclass of flags: its fields, of which some have the types in `others`."""
     hints = typing.get_type_hints(of)
     kinds: dict[str, Any] = {}
-    for each in flags.recorded(of):
-        about, choices = each.metadata, flags.choices_of(of, each)
-        kind = about["recorded_as"] or (Literal[tuple(choices)] if choices else hints[each.name])
-        kinds[each.name] = (_bounded(kind, about), ...)
+    for field in flags.recorded(of):
+        about, choices = field.metadata, flags.choices_of(of, field)
+        kind = about["recorded_as"] or (Literal[tuple(choices)] if choices else hints[field.name])
+        kinds[field.name] = (_bounded(kind, about), ...)
     kinds |= {name: (kind, ...) for name, kind in others.items()}
     return create_model(of.__name__, __base__=Strict, **kinds)
 
 
 def _bounded(kind: Any, about: Mapping[str, Any]) -> Any:
-    """A type with the bounds of its flag on what it has of numbers and text: `bool | int` bounds the int alone."""
+    """Return a type with the bounds of its flag on the numbers and text in it. Of `bool | int`, the int alone is bounded."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_bounded(each, about) for each in typing.get_args(kind))]  # noqa: UP007
+        return typing.Union[tuple(_bounded(member, about) for member in typing.get_args(kind))]  # noqa: UP007
     if kind is str:
         return Text
     if kind not in (int, float):
         return kind
     limits = {"ge": about["low"], "gt": about["above"], "le": about["high"]}
     base = Finite if kind is float else Count if about["low"] else Whole
-    return Annotated[base, Field(**{word: limit for word, limit in limits.items() if limit is not None})]
+    return Annotated[base, Field(**{name: limit for name, limit in limits.items() if limit is not None})]
 
 
 if TYPE_CHECKING:
@@ -127,7 +127,10 @@ def is_finite(step: Mapping[str, Any]) -> bool:
 
 
 def is_mean(loss: float, rank_losses: list[float]) -> bool:
-    """Whether `loss` is the mean, up to the rounding errors of a float64 sum in any order; not finite if one of them is not."""
+    """Whether `loss` is the mean of the ranks' losses, up to the rounding errors of a float64 sum in any order.
+
+    If the mean is not finite, `loss` must not be finite either.
+    """
     mean = sum(rank_losses) / len(rank_losses)
     if not math.isfinite(mean):
         return not math.isfinite(loss)
@@ -137,16 +140,16 @@ def is_mean(loss: float, rank_losses: list[float]) -> bool:
 
 
 def read_sealed(path: Path, kind: str, number: int, remedy: str) -> dict[str, Any]:
-    """The content of a JSON file of this format. Raises UserError if it is another one, or is not what its seal says."""
+    """Return the content of a JSON file. Raises UserError unless its format is `number` and its content is what its seal says."""
     try:
         content = read_json(path)
     except UserError as error:
         raise UserError(f"{error}; {remedy}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != number or isinstance(found, bool):
+    recorded = content.get("format") if isinstance(content, dict) else None
+    if recorded != number or isinstance(recorded, bool):
         what = (
-            f"format {printable(repr(found), 40)}, this version reads {number}"
-            if found is not None
+            f"format {printable(repr(recorded), 40)}, this version reads {number}"
+            if recorded is not None
             else f"not {kind}"
         )
         raise UserError(f"{path}: {what}; {remedy} with this version")
@@ -156,7 +159,7 @@ def read_sealed(path: Path, kind: str, number: int, remedy: str) -> dict[str, An
 
 
 def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences about entries of a run that contradict each other."""
+    """Yield sentences about entries of a run that contradict each other."""
     options = run["config"]
     mesh = Mesh.of_options(options)
     if run["mesh"] != mesh.sizes or mesh.world_size != options["num_workers"]:
@@ -169,7 +172,7 @@ def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
     unused = next((axis for axis in mesh.axes if axis not in spec.axes), None)
     if unused:
         yield f"run.mesh has {unused} {mesh.size(unused)}, and {spec.label} has no such axis"
-    if spec.factory:  # the file of a user's own, which says what its options are, may be gone
+    if spec.factory:  # the file of a user's own strategy, which says what its options are, may be gone
         try:
             validate(
                 schema(spec.options), options["own"], "run.config.own", f"that is no option of {spec.label}"
@@ -184,9 +187,9 @@ def contradictions(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def configuration(run: Mapping[str, Any]) -> Config:
-    """The configuration of a recorded run, without its paths."""
-    known = {key: value for key, value in run["config"].items() if key != "strategy"}
-    return Config(spec=strategies.recorded(run["config"]["strategy"]), **known)
+    """Return the configuration of a recorded run, without its paths."""
+    options = {key: value for key, value in run["config"].items() if key != "strategy"}
+    return Config(spec=strategies.recorded(run["config"]["strategy"]), **options)
 
 
 class Recorded(Protocol):
@@ -206,20 +209,21 @@ class Recorded(Protocol):
 def require_comparable(
     one: Recorded, other: Recorded, level: Same, names: str, *, same_weights: bool = True
 ) -> None:
-    """Raise UserError with the first thing in which two runs differ that no verdict may overlook.
+    """Raise UserError that names the first difference for which two runs cannot be compared.
 
-    names: the two, as an error calls them. same_weights=False: initial weights may differ. Steps that only one has are left out.
+    `names` are the two runs as an error calls them. Without `same_weights`, initial weights may differ. Batches are compared in the steps
+    that both runs have.
     """
     pair = f"{names} cannot be compared"
-    mine, theirs = one.run["config"], other.run["config"]
+    config, other_config = one.run["config"], other.run["config"]
     if one.run["architecture"] != other.run["architecture"]:
         raise UserError(f"{pair}: their models differ; use the same --model_name and --num_layers")
     for name in flags.must_agree(Config, level):
-        if mine[name] != theirs[name]:
+        if config[name] != other_config[name]:
             raise UserError(
-                f"{pair}: they were configured differently, {name} is {mine[name]!r} against {theirs[name]!r}; use the same --{name}"
+                f"{pair}: they were configured differently, {name} is {config[name]!r} against {other_config[name]!r}; use the same --{name}"
             )
-    sizes = [each["dp_size"] * each["batch_size"] for each in (mine, theirs)]
+    sizes = [values["dp_size"] * values["batch_size"] for values in (config, other_config)]
     if sizes[0] != sizes[1]:
         raise UserError(
             f"{pair}: their global batches differ, dp_size x batch_size is {sizes[0]} against {sizes[1]}; make them equal"
@@ -232,8 +236,8 @@ def require_comparable(
             f"{pair}: they started from different weights; give all runs the same --init_weights_path"
         )
     hashes = other.batch_hashes
-    for step, value in one.batch_hashes.items():
-        if hashes.get(step, value) != value:
+    for step, batch_hash in one.batch_hashes.items():
+        if hashes.get(step, batch_hash) != batch_hash:
             raise UserError(
                 f"{pair}: step {step} was trained on different batches; use the same corpus, --seed, --seq_length and dp_size x batch_size"
             )

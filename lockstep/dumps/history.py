@@ -3,8 +3,9 @@
     {"format": 4, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
-The file is first written after the first step: until then an older one stays. `ended` is null while the run goes on, and stays null if it
-is killed; the steps up to the last second are in the file. `sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it, so that any damage is found. The fields: lockstep/dumps/history.py.
+The file is first written after the first step. Until then an older one stays. `ended` is null while the run goes on, and stays null if
+it is killed; the steps up to the last second are then in the file. `sha256` is the seal: SHA-256 of the rest as `json.dumps` writes it,
+so that any damage is found. The classes below have the fields.
 """
 
 import hashlib
@@ -34,16 +35,16 @@ from lockstep.ground.schemas import (
 from lockstep.plan.config import tokens_per_step
 
 FORMAT = 4
-BEGINS = b'{"format": '  # every history file
-# Of the file, beside its format, the steps and the seal
+BEGINS = b'{"format": '  # the first bytes of every history file
+# Entries of the file beside its format, the steps and the seal
 PARTS = ("run", "contract", "weights", "ended")
 
-SAVE_INTERVAL = 1.0  # seconds; a killed run loses the steps of so much time
+SAVE_INTERVAL = 1.0  # seconds; a run that is killed loses the steps of this time
 
 
 @dataclass
 class History:
-    """One run. Each step is turned into text once."""
+    """The history of one run. Each step is turned into text once."""
 
     run: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class History:
         self.steps.append(step)
 
     def save_if_due(self, path: Path) -> None:
-        """`save`, but at most once in SAVE_INTERVAL: short steps should not wait for the disk."""
+        """Save the history, but at most once in SAVE_INTERVAL: short steps should not wait for the disk."""
         if time.monotonic() - self._saved >= SAVE_INTERVAL:
             self.save(path)
 
@@ -76,16 +77,16 @@ class History:
         self._lines.extend(json.dumps(step) for step in self.steps[len(self._lines) :])
         content = {**{key: getattr(self, key) for key in PARTS}, "weights": self.weights or None}
         head = [f'"format": {FORMAT}', *(f'"{key}": {json.dumps(part)}' for key, part in content.items())]
-        sealed = hashlib.sha256(
+        digest = hashlib.sha256(
             f'{{{", ".join(head)}, "steps": [{", ".join(self._lines)}]}}'.encode()
         ).hexdigest()
-        parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{sealed}"']
+        parts = [*head, '"steps": [\n' + ",\n".join(self._lines) + "\n]", f'"sha256": "{digest}"']
         write_text(path, "{" + ",\n".join(parts) + "}\n")
         self._saved = time.monotonic()
 
 
 def read(path: Path) -> History:
-    """Read a history file. Raises UserError if it is not one, was changed, or contradicts itself."""
+    """Read a history file. Raises UserError if it is none, is damaged, or contradicts itself."""
     content = read_sealed(path, "a loss history", FORMAT, REMEDY)
     require_consistent(parse(content, path), path)
     parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
@@ -96,12 +97,12 @@ REMEDY = "run its training again"
 
 
 class Step(header.Step):
-    """One step, from 1. Seconds of wall clock."""
+    """One step; steps count from 1."""
 
     step: Count
     learning_rate: NotNegative
     tokens: Count  # of the global batch
-    seconds: NotNegative
+    seconds: NotNegative  # of wall clock
     group_norms: dict[Name, header.Norm] | None = (
         None  # of the gradient of each group of parameters (--group_norms)
     )
@@ -131,7 +132,7 @@ class Run(header.Run):
 
 
 class Weights(Strict):
-    """Hashes of all weights together, and the names of those that moved. The last two only of a run that finished."""
+    """Hashes of all weights together, and the names of those that changed. Only a finished run has the last two fields."""
 
     initial_sha256: Sha256
     final_sha256: Sha256 | None = None
@@ -151,7 +152,10 @@ class File(Strict):
 
 
 def parse(content: dict, path: object) -> File:
-    """The content of a loss history. Raises UserError for the first field that is missing, unknown or of another type."""
+    """Return the content of a loss history as a `File`.
+
+    Raises UserError for the first field that is missing, unknown or of another type.
+    """
     return validate(File, content, path, REMEDY)
 
 
@@ -165,6 +169,7 @@ def require_consistent(file: File, path: object) -> None:
 
 
 def _run_problem(run: Run) -> str:
+    """Return which entries of the run contradict each other, in words; "" if none do."""
     if run.peak_memory and len(run.peak_memory.bytes_by_rank) != run.config.num_workers:
         return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {run.config.num_workers}"
     return next(header.contradictions(run.model_dump()), "")
@@ -191,14 +196,17 @@ def _weights_problem(file: File) -> str:
         return ""
     if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
         return f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
-    stranger = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
-    if stranger:
-        return f"moved has {stranger}, which is in no optimizer group of its contract"
+    unknown = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
+    if unknown:
+        return f"moved has {unknown}, which is in no optimizer group of its contract"
     return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
 
 
 def _updated(contract: dict[Name, Any] | None) -> set[str]:
-    """The parameters in the optimizer's groups, by the contract's entry weight_decay (rate -> names). No model is built for it."""
+    """Return the parameters in the optimizer's groups, by the contract's entry weight_decay (rate -> names).
+
+    No model is built for it.
+    """
     groups = (contract or {}).get("weight_decay")
     members = groups.values() if isinstance(groups, dict) else ()
     return {name for names in members if isinstance(names, list) for name in names if isinstance(name, str)}

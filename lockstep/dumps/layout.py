@@ -6,8 +6,8 @@ Captured are
     MODULE.input    the input of a module, if it depends on the weights and is not captured already, such as the output of the
                     attention itself, which enters its output layer
 
-and, backward, the gradient of the loss with respect to each of them. lockstep/dumps/trace.py finds them in the model itself. A dump
-holds the layout of its model, so reading one builds no model.
+and the gradient of the loss with respect to each of them. lockstep/dumps/trace.py finds them in the model itself. A dump holds the layout
+of its model, so no model is built to read it.
 """
 
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,7 +27,10 @@ State = dict[str, dict[str, tuple[int, ...]]]  # what an optimizer keeps: kind -
 
 
 def state_of(optimizer: str, parameters: dict[str, tuple[int, ...]]) -> State:
-    """What a built-in optimizer keeps: AdamW two moments of every parameter, SGD nothing. Of any other a run says it after its first step."""
+    """Return what a built-in optimizer keeps: AdamW two moments of every parameter, SGD nothing.
+
+    For any other optimizer it is empty, and a run records the state after its first step.
+    """
     return {"exp_avg": parameters, "exp_avg_sq": parameters} if optimizer == "adamw" else {}
 
 
@@ -41,7 +44,7 @@ class Choice(Strict):
     number: Whole
 
     def of(self, captured: "torch.Tensor") -> "torch.Tensor":
-        """The indices."""
+        """Return the indices that were chosen."""
         return captured.topk(self.number, dim=-1).indices if self.number else captured
 
 
@@ -51,7 +54,10 @@ Symbols = Annotated[
 
 
 class Layout(Strict):
-    """The tensors of one model, as a manifest has them. Shapes are whole, not sharded; "batch" and "sequence" stand for those dims."""
+    """The tensors of one model, as a manifest has them.
+
+    Shapes are those of full tensors. "batch" and "sequence" stand for these sizes.
+    """
 
     model: Description
     outputs: dict[Name, Symbols]  # captured outputs and inputs, in order of execution
@@ -60,10 +66,11 @@ class Layout(Strict):
     inputs: dict[Name, dict[Name, Name]]
     # name -> the captured tensors that it is directly computed from
     sources: dict[Name, schemas.Names]
-    flat: schemas.Names  # those whose first dim is batch x sequence, and is captured as two
-    # By the name of captured indices, or of the logits that they follow from
+    # Outputs whose first dim is batch x sequence: they are captured with two dims in its place
+    flat: schemas.Names
+    # name of the captured indices, or of the logits that they follow from -> choice
     choices: dict[Name, Choice]
-    # Outputs that are not captured: a dim follows neither the batch nor the sequence
+    # Outputs that are not captured, such as those with a dim that follows neither the batch nor the sequence
     unknown: schemas.Names
     state: dict[Name, dict[Name, Shape]]
     # Modules whose output does not depend on the weights, such as a rotary table
@@ -78,46 +85,50 @@ class Layout(Strict):
         return self.model.parameters
 
     def kinds(self, config: dict) -> tuple[str, ...]:
-        """What a run with this configuration has of parameters in each step, in order; an average only if asked for."""
+        """Return the kinds of tensors that a run with this configuration has of parameters in each step, in order.
+
+        An average is among them only if it was asked for.
+        """
         average = ("average",) if config["ema_decay"] < 1 else ()
         return ("gradient", *self.state, "parameter", *average)
 
     def of_step(
         self, kinds: tuple[str, ...], rows: int, seq_length: int, further: tuple[str, ...] = ()
     ) -> dict[str, tuple[int, ...]]:
-        """Name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
+        """Return name -> shape (rows of the global batch, ...) of all tensors of a step, in order of execution.
 
-        `kinds` are those of `kinds` that the step has. With "gradient" it has a batch, with these `further` inputs, a forward and a backward pass, too. Order: forward;
-        backward, each output gradient followed by the gradients of its module's own parameters; update.
+        `kinds` are the kinds of tensors of parameters that the step has. A step with "gradient" also has a batch, with these `further`
+        inputs, a forward and a backward pass. The order: batch; forward; backward, each output gradient followed by the gradients of its
+        module's own parameters; update.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        tensors: dict[str, tuple[int, ...]] = {}
         if "gradient" in kinds:
             sizes = {BATCH: rows, SEQUENCE: seq_length}
-            found = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels", *further)}
+            tensors = {f"batch/{name}": (rows, seq_length) for name in ("input_ids", "labels", *further)}
             shapes = {
                 name: tuple(sizes[size] if isinstance(size, str) else size for size in shape)
                 for name, shape in self.outputs.items()
             }
-            found |= {f"forward/{name}": shape for name, shape in shapes.items()}
+            tensors |= {f"forward/{name}": shape for name, shape in shapes.items()}
             gradients = {f"gradient/{name}": shape for name, shape in self.model.trained.items()}
             of_module: dict[str, dict[str, tuple[int, ...]]] = {}
             for name, shape in gradients.items():
                 module = name.removeprefix("gradient/").rpartition(".")[0]
                 of_module.setdefault(module, {})[name] = shape
             for name in self.backward:
-                found[f"backward/{name}"] = shapes[name]
-                found |= of_module.get(name, {})
-            found |= gradients  # those of modules without a captured gradient
+                tensors[f"backward/{name}"] = shapes[name]
+                tensors |= of_module.get(name, {})
+            tensors |= gradients  # adds those of modules without a captured gradient
         for name, shape in self.parameters.items():
             for kind in kinds:
                 if kind in self.state:
                     if name in self.state[kind]:
-                        found[f"{kind}/{name}"] = self.state[kind][name]
+                        tensors[f"{kind}/{name}"] = self.state[kind][name]
                 elif kind != "gradient":
-                    found[f"{kind}/{name}"] = shape
-        return found
+                    tensors[f"{kind}/{name}"] = shape
+        return tensors
 
     def is_further(self, name: str) -> bool:
-        """Whether a name is that of an output of a module beside its first."""
+        """Whether a name, such as MODULE.1, is that of an output of a module beside its first."""
         module, _, number = name.rpartition(".")
         return number.isdigit() and module in self.outputs and not module.endswith(".input")

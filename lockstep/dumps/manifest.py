@@ -24,8 +24,8 @@ MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"
 
-# Entries of the contract that comparisons ignore, so that nothing else would notice a wrong one. The others that they ignore may differ
-# from the configuration in a dump of a planted bug.
+# Entries of the contract that comparisons ignore, so nothing else would notice a wrong one. Other entries that comparisons ignore may
+# differ from the configuration in a dump of a planted bug.
 HELD_AGAINST_CONFIGURATION = ("activation_checkpointing", "compiled")
 
 Step = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -47,7 +47,7 @@ class Tensors(Strict):
 class Trained(Tensors, header.Step):
     learning_rate: Annotated[Finite, Field(gt=0)]
     started_from: Sha256 | None = None
-    # Of a replay that steps an optimizer: whether that asks for bfloat16 or float16 itself
+    # Of a replay that steps an optimizer: whether the optimizer itself asks for bfloat16 or float16
     lowered: bool | None = None
     # Of a replay: see lockstep.verdict.float64.Float64
     regrets: dict[Name, MayBreakDown] | None = None
@@ -58,7 +58,7 @@ class Run(header.Run):
 
 
 class Manifest(Strict):
-    format: int  # FORMAT: `read` has looked
+    format: int  # FORMAT, as `read_sealed` has checked
     run: Run
     initial_sha256: Sha256
     layout: Layout
@@ -68,7 +68,7 @@ class Manifest(Strict):
 
 
 def write(folder: Path, manifest: dict) -> None:
-    """Write the manifest of a dump, with a SHA-256 of its content."""
+    """Write the manifest of a dump, with the SHA-256 of its content."""
     content = {
         "format": FORMAT,
         **{key: value for key, value in manifest.items() if key not in ("format", "sha256")},
@@ -82,7 +82,7 @@ def write(folder: Path, manifest: dict) -> None:
 
 
 def read(path: Path) -> dict:
-    """The content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
+    """Return the content of a manifest. Raises UserError if it is damaged, against the schema, or contradicts itself."""
     content = header.read_sealed(path, "a dump's manifest", FORMAT, REMEDY)
     validate(Manifest, content, path, REMEDY)
     for step, entry in content["steps"].items():
@@ -93,7 +93,7 @@ def read(path: Path) -> dict:
 
 
 def _contradictions(manifest: dict) -> Iterator[str]:
-    """Sentences about entries of a manifest that contradict each other."""
+    """Yield sentences about entries of a manifest that contradict each other."""
     run, steps = manifest["run"], manifest["steps"]
     options, exact = run["config"], bool(run.get("exact"))
     if not steps:
@@ -114,7 +114,7 @@ def _contradictions(manifest: dict) -> Iterator[str]:
     last = options["capture_steps"] if exact else min(options["capture_steps"], run["num_steps"])
     if numbers != list(range(first, first + len(numbers))) or numbers[-1] > last:
         yield f"it has the steps {', '.join(map(str, numbers[:20]))}; {options['capture_steps']} were to be captured"
-    # a replay has as many as the run that it replays, and a run that broke down has what it reached
+    # A replay has as many steps as the run that it replays, and a run that broke down has those that it reached.
     if numbers[-1] < last and first < 2 and (exact or header.is_finite(steps[str(numbers[-1])])):
         yield f"it has {numbers[-1]} of {last} steps: the run was stopped"
     for step in map(str, numbers):
@@ -132,17 +132,17 @@ def _contradictions(manifest: dict) -> Iterator[str]:
         except UserError as error:
             yield f"run.architecture: {error}"
             return
-        of_ranks = {f"{entry}{ON_RANK}{rank}" for entry in expected for rank in range(1, mesh.world_size)}
-        unknown = contract.keys() - expected.keys() - of_ranks
+        rank_entries = {f"{entry}{ON_RANK}{rank}" for entry in expected for rank in range(1, mesh.world_size)}
+        unknown = contract.keys() - expected.keys() - rank_entries
         # What a user's own spec adds is not known where its file may be gone.
-        odd = sorted((expected.keys() - contract.keys()) | (unknown if configured.spec.factory else set()))
-        if odd:
-            yield f"contract: {printable(odd[0], 60)} is {'missing' if odd[0] in expected else 'unknown'}"
+        wrong = sorted((expected.keys() - contract.keys()) | (unknown if configured.spec.factory else set()))
+        if wrong:
+            yield f"contract: {printable(wrong[0], 60)} is {'missing' if wrong[0] in expected else 'unknown'}"
         for entry in HELD_AGAINST_CONFIGURATION:
             allowed = [expected[entry], *([True] if entry in IF_ASKED else [])]
-            if entry not in odd and contract[entry] not in allowed:
-                found = printable(json.dumps(contract[entry]), 60)
-                yield f"contract.{entry} is {found}, its configuration says {json.dumps(expected[entry])}"
+            if entry not in wrong and contract[entry] not in allowed:
+                shown = printable(json.dumps(contract[entry]), 60)
+                yield f"contract.{entry} is {shown}, its configuration says {json.dumps(expected[entry])}"
 
 
 def _contradictions_of_layout(layout: Layout) -> Iterator[str]:
@@ -163,10 +163,10 @@ def _contradictions_of_layout(layout: Layout) -> Iterator[str]:
     for entry, names in (("backward", layout.backward), ("unknown", layout.unknown)):
         if len(set(names)) < len(names) or (entry == "unknown" and not outputs.isdisjoint(names)):
             yield f"layout.{entry} names a tensor twice"
-    of_parameters = {"frozen": list(model.frozen)}
-    of_parameters |= {f"state.{kind}": list(shapes) for kind, shapes in layout.state.items()}
-    for entry, listed in of_parameters.items():
-        stray = next((name for name in listed if name not in model.parameters), None)
+    lists_of_parameters = {"frozen": list(model.frozen)}
+    lists_of_parameters |= {f"state.{kind}": list(shapes) for kind, shapes in layout.state.items()}
+    for entry, parameters in lists_of_parameters.items():
+        stray = next((name for name in parameters if name not in model.parameters), None)
         if stray is not None or "/" in entry:
             yield f"layout.{printable(entry, 80)} names {printable(str(stray), 200)}, which is no parameter"
     for role in ("embedding", "head"):

@@ -9,7 +9,10 @@ from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh, share
 
 
 class Placement:
-    """Of the rank that is `here` in the mesh, and computes these `positions`. `rows` are the sequences of a global batch."""
+    """Where the outputs of one rank lie: the one at the coordinates `here`, which computes these `positions` of each sequence.
+
+    `rows` is the number of sequences of a global batch.
+    """
 
     def __init__(self, mesh: Mesh, here: Coordinates, rows: int, seq_length: int, positions: Pieces):
         self.mesh, self.here, self.positions = mesh, here, positions
@@ -17,7 +20,7 @@ class Placement:
         self.sizes = {BATCH: rows, SEQUENCE: seq_length}
 
     def of(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[tuple[int, ...], list[Runs], bool]:
-        """(the full shape, the runs of every dim of it that this rank's first micro batch covers, whether this rank writes them).
+        """Return (the full shape, the runs of each of its dims that this rank's first micro batch covers, whether this rank writes them).
 
         Raises ValueError for a shape that is no share of the full tensor.
         """
@@ -29,7 +32,7 @@ class Placement:
         ]
         if cut[Cuts.SAMPLES]:
             share_of_rank = self.mesh.sample_share(self.mesh.rank(self.here))
-            # that all of them come is checked at the end
+            # That all of its rows come is checked at the end of the step
             runs[0] = [(share_of_rank * self.rows_of_rank, local.shape[0])]
         for dim in range(1, len(full)):
             if local.shape[dim] != _length(runs[dim]) and not cut[Cuts.WEIGHTS]:
@@ -48,11 +51,11 @@ def _length(runs: Runs) -> int:
 
 
 def _part(runs: Runs, start: int, length: int) -> Runs:
-    """Those `length` places of the runs that begin with the `start`-th."""
-    found = []
+    """Return the part of the runs that has `length` places and begins with their `start`-th place."""
+    part = []
     for first, size in runs:
         begin, end = max(start, 0), min(start + length, size)
         if begin < end:
-            found.append((first + begin, end - begin))
+            part.append((first + begin, end - begin))
         start -= size
-    return found or [(sum(runs[-1]), 0)]
+    return part or [(sum(runs[-1]), 0)]

@@ -1,7 +1,7 @@
 """The file of one captured step, written by all ranks: a safetensors file with full tensors.
 
-Every rank writes its part into the one file, at its place. Nothing is gathered, so no rank holds more than it trains with. torch
-only, no distributed. lockstep/dumps/dump.py reads the file.
+Every rank writes its parts into the one file, at their places. Nothing is gathered, so no rank holds more than it trains with. This
+module needs torch, but no process group. lockstep/dumps/dump.py reads the file.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LARGEST_WRITE = 1 << 30
 _LARGEST_COPY = 1 << 24
 _CHUNK = 1 << 13  # words that are summed at a time: they stay in the cache
-# 2^64 / golden ratio: the factors of neighbouring places lie far apart
+# 2^64 / golden ratio, so that the weights of neighbouring places lie far apart
 _SPREAD = 0x9E3779B97F4A7C15
 _PLACES = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(_SPREAD)
 
@@ -74,7 +74,7 @@ class StepWriter:
         return 8 + self.header_bytes + self._end
 
     def slot(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """The slot of this name. The first call makes it, at the end of the file."""
+        """Return the slot of this name. The first call makes it, at the end of the file."""
         if name not in self.slots:
             if dtype not in DTYPES:
                 raise ValueError(f"{name} is {dtype}; a dump holds {', '.join(map(str, DTYPES))}")
@@ -124,20 +124,23 @@ class StepWriter:
             file.truncate(8 + self.header_bytes + self._end)
 
     def append(self, path: Path, slots: dict[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
-        """Take over the tensors that this file has not from that of another stage, and remove it. `slots` are (shape, dtype, offset)."""
-        with open(self._path, "r+b") as file, open(path, "rb") as other:
+        """Copy the tensors that this file lacks from the file of another stage, and remove that file.
+
+        `slots` has the (shape, dtype, offset) of each tensor in the other file.
+        """
+        with open(self._path, "r+b") as file, open(path, "rb") as source:
             for name, (shape, dtype, offset) in slots.items():
                 if name not in self.slots:
                     slot = self.slot(name, shape, dtype)
                     file.seek(8 + self.header_bytes + slot.offset)
-                    other.seek(8 + self.header_bytes + offset)
-                    left = math.prod(shape) * dtype.itemsize
-                    while left:
-                        block = other.read(min(left, _LARGEST_COPY))
+                    source.seek(8 + self.header_bytes + offset)
+                    bytes_left = math.prod(shape) * dtype.itemsize
+                    while bytes_left:
+                        block = source.read(min(bytes_left, _LARGEST_COPY))
                         if not block:
                             raise ValueError(f"{path} ends inside {name}")
                         file.write(block)
-                        left -= len(block)
+                        bytes_left -= len(block)
         path.unlink()
 
     def close(self) -> None:
@@ -145,7 +148,7 @@ class StepWriter:
 
 
 def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
-    """The sum of word x weight modulo 2^64 over consecutive words of a tensor; `first` is the place of the first one.
+    """Return the sum of word x weight modulo 2^64 over consecutive words of a tensor. `first` is the place of the first one.
 
     The weight is an odd number made of the word's place, so a changed word is always noticed, and so are words that changed places. The
     checksums of the parts add up to the tensor's, so nobody needs the whole tensor.
@@ -154,17 +157,20 @@ def checksum(data: np.ndarray, itemsize: int, first: int = 0) -> int:
 
 
 def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int:
-    """The `checksum` of several runs of consecutive words of one length, a row of bytes each; `first` has the place of each run's first word."""
+    """Return the `checksum` of several runs of consecutive words, all of one length.
+
+    `runs` has a row of bytes for each run, and `first` the place of its first word.
+    """
     words, total = runs.view(WORDS[itemsize]), 0
     rows = max(1, _CHUNK // max(1, words.shape[1]))
     for begin in range(0, len(words), rows):
         for column in range(0, words.shape[1], _CHUNK):
-            piece = words[begin : begin + rows, column : column + _CHUNK]
+            block = words[begin : begin + rows, column : column + _CHUNK]
             places = (first[begin : begin + rows] + column).astype(np.uint64) * np.uint64(_SPREAD)
-            weights = _PLACES[: piece.shape[1]] + places[:, None]
+            weights = _PLACES[: block.shape[1]] + places[:, None]
             weights ^= weights >> np.uint64(32)
             weights |= np.uint64(1)
-            weights *= piece
+            weights *= block
             total += int(weights.sum(dtype=np.uint64))
     return total % 2**64
 
@@ -172,7 +178,7 @@ def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int
 def _runs(
     full: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...], itemsize: int
 ) -> tuple[np.ndarray, int]:
-    """(offsets in the full tensor of the contiguous runs of a part, in its order; the length of each), in bytes."""
+    """Return (the offsets in the full tensor of the contiguous runs of a part, in its order; the length of each run), in bytes."""
     if math.prod(shape) == 0:
         return np.zeros(0, dtype=np.int64), 0
     split = max((dim for dim in range(len(full)) if shape[dim] != full[dim]), default=0)
@@ -188,7 +194,7 @@ def _runs(
 def merge(
     name: str, parts_by_rank: list[list[Part]], full_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, list[int]]:
-    """(checksum of the full tensor, ranks whose part differs from the one that was written for the same place).
+    """Return (checksum of the full tensor, ranks whose part differs from the one that was written for the same place).
 
     Raises ValueError unless the written parts cover the full tensor exactly once.
     """
@@ -204,7 +210,7 @@ def merge(
         raise ValueError(
             f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts"
         )
-    every = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
-    digests = {(part.start, part.shape): part.sha256 for _, part in every if part.checksum is not None}
-    odd = {rank for rank, part in every if part.sha256 != digests.get((part.start, part.shape), part.sha256)}
-    return sum(each for _, _, each in written) % 2**64, sorted(odd)
+    pairs = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
+    digests = {(part.start, part.shape): part.sha256 for _, part in pairs if part.checksum is not None}
+    odd = {rank for rank, part in pairs if part.sha256 != digests.get((part.start, part.shape), part.sha256)}
+    return sum(value for _, _, value in written) % 2**64, sorted(odd)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lockstep.training.strategy import MakeStrategy, Strategy
 
 
-for _file in pkgutil.iter_modules(__path__):  # each enters its faults into the catalogue
+# Each file enters its faults into the catalogue
+for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
 
@@ -41,11 +42,11 @@ def applies_to(fault: Fault, spec: Spec) -> bool:
 def planted(
     name: str | None, config: Config, inputs: Inputs, make_strategy: "MakeStrategy"
 ) -> Iterator["MakeStrategy"]:
-    """Yields make_strategy, or, given the name of a fault or path/to/file.py:FUNCTION, one that plants it.
+    """Yield make_strategy or, given the name of a fault or path/to/file.py:FUNCTION, one that plants it.
 
-    The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt beside the loss
-    history: the verdict has to see the fault without them. Raises UserError for a fault that names modules which this model does not have,
-    and at the end TrainingFailure for one whose replacements the run did not use.
+    The loop's own guards (weights, batches, contract) then do not stop the run. They write what they find to guards.txt
+    beside the loss history: the verdict has to see the fault without them. Raises UserError for a fault that names
+    modules which this model does not have, and at the end TrainingFailure for one whose replacements the run did not use.
     """
     if name is None:
         yield make_strategy
@@ -71,16 +72,18 @@ def planted(
 
 
 def _require_modules(fault: Fault, config: Config, inputs: Inputs) -> None:
-    own, here = (
-        describe(each).names for each in (architectures.resolve(fault.model)[0], inputs.architecture)
+    """Raise UserError if the fault names modules that the run's model does not have."""
+    named, actual = (
+        describe(model).names for model in (architectures.resolve(fault.model)[0], inputs.architecture)
     )
-    if fault.named and (own.layers, own.embedding) != (here.layers, here.embedding):
+    if fault.named and (named.layers, named.embedding) != (actual.layers, actual.embedding):
         raise UserError(
             f"{fault.name} names modules of {fault.model}, which {config.model_name} does not have; choose another fault"
         )
 
 
 def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
+    """Let the loop's guards append what they find to a file and not stop the run, until the stack is closed."""
     import torch.distributed as dist
 
     from lockstep.ground.errors import TrainingFailure
@@ -101,5 +104,5 @@ def _disarm_guards(stack: contextlib.ExitStack, path: Path) -> None:
         (agreement, "stop_together"),
         (starting_weights, "stop_together"),
     ):
-        noting = functools.partial(noted, getattr(module, name))
-        stack.enter_context(mock.patch.object(module, name, noting))
+        disarmed = functools.partial(noted, getattr(module, name))
+        stack.enter_context(mock.patch.object(module, name, disarmed))

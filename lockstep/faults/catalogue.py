@@ -1,7 +1,7 @@
 """The catalogue of planted bugs: each a small patch of a live strategy or of a library call, in the real distributed run.
 
-A fault is a generator function. The code before its `yield` runs before the strategy is built. `yield` gives the strategy, which the
-code after it changes. The docstring says what went wrong in a system that people used.
+A fault is a generator function. The code before its `yield` runs before the strategy is built. `yield` gives the
+strategy, which the code after it changes. The docstring says what went wrong in a system that people used.
 """
 
 import math
@@ -26,26 +26,27 @@ RELATIVE, ABSOLUTE = 3e-3, 1e-6
 def agrees(expected: Evidence, said: str) -> bool:
     """Whether a sentence is the expected one.
 
-    In the expected one, `#` is any number and `...` any text. A number that is written there is held, to three in a thousand.
+    In the expected one, `#` stands for any number and `...` for any text. A number that is written there must agree to
+    three in a thousand.
     """
     if callable(expected):
         return expected(said)
     if isinstance(expected, tuple):
-        return any(agrees(one, said) for one in expected)
+        return any(agrees(sentence, said) for sentence in expected)
     parts = re.split(rf"({NUMBER}|#|\.\.\.)", expected)
     marks = {"#": NUMBER, "...": ".*"}
     pattern = [
         marks.get(part, f"({NUMBER})") if index % 2 else re.escape(part) for index, part in enumerate(parts)
     ]
-    found = re.fullmatch("".join(pattern), said, re.DOTALL)
-    held = [float(part) for part in parts[1::2] if part not in marks]
-    return found is not None and all(
-        math.isclose(float(number), wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-        for number, wanted in zip(found.groups(), held, strict=True)
+    match = re.fullmatch("".join(pattern), said, re.DOTALL)
+    expected_numbers = [float(part) for part in parts[1::2] if part not in marks]
+    return match is not None and all(
+        math.isclose(float(text), number, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        for text, number in zip(match.groups(), expected_numbers, strict=True)
     )
 
 
-# Of a fault that weights in bfloat16 do not show: a step or a factor of one in a thousand is rounded away.
+# The precisions of faults that weights in bfloat16 do not show: a step or a factor of one in a thousand is rounded away.
 WEIGHTS_IN_FP32 = ("fp32", "autocast")
 
 BUG_CLASSES = (
@@ -77,18 +78,18 @@ class Fault:
     plant: Planter
     seen_in: str  # OWNER/REPO number of a public thread
     bug_class: str
-    cause: str  # that the diagnosis must name, if it names any
+    cause: str  # what the diagnosis must name, if it names any
     evidence: Evidence  # what it must then say
     first: str  # the first tensor that it breaks
     step: int = 1  # in this step
     model: str = "tiny-qwen2"
     arguments: tuple[str, ...] = ()  # further flags that it needs to do anything
-    # In which it does anything: rounding to bfloat16 is a fault in fp32 runs only
+    # Those in which it does anything: rounding to bfloat16 is a fault in fp32 runs only
     precisions: tuple[str, ...] = JUDGED
     axes: tuple[str, ...] = ("dp",)  # the mesh axes that must have several ranks
     needs: tuple[str, ...] = ()  # the handles that the strategy must offer
     mesh: Mesh = Mesh(dp=2, tp=2)  # without the axes that the strategy cannot use
-    flags: tuple[str, ...] = ()  # of the strategy alone, in its run without the fault as well
+    flags: tuple[str, ...] = ()  # of the strategy alone, also in its run without the fault
     named: bool = False  # it names modules, as they are called in `model`
     only: str = ""  # the strategy that brings it; "": any that offers what it needs
 

@@ -24,7 +24,7 @@ ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
 
 
 def _change_cut(run: Planting, change: Callable[..., tuple[torch.Tensor, ...]]) -> Plant:
-    """A rank is given change(all input ids, its own, its labels, its positions) instead of the last three."""
+    """Give each rank change(all input ids, its own, its labels, its positions) in the place of the last three."""
     yield
     context = run.handles.context()
     real = context.cut
@@ -36,12 +36,12 @@ def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     """A rank attends to as many keys as if its own positions were the first ones."""
     yield
     context = run.handles.context()
-    real, each = context.mask, context.pieces[0][1]
+    real, piece_length = context.mask, context.pieces[0][1]
 
     def local(start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-        own = 0 if start == context.pieces[0][0] else each
+        local_start = 0 if start == context.pieces[0][0] else piece_length
         allowed = torch.zeros(length, start + length, dtype=torch.bool, device=device)
-        allowed[:, : own + length] = real(own, length, window, device)
+        allowed[:, : local_start + length] = real(local_start, length, window, device)
         return allowed
 
     run.patch(context, "mask", local)
@@ -52,8 +52,8 @@ def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
     """The rotary angles of every rank begin at position 0."""
     return _change_cut(
         run,
-        lambda _, own, labels, positions: (
-            own,
+        lambda _, own_ids, labels, positions: (
+            own_ids,
             labels,
             torch.arange(positions.shape[1], device=positions.device)[None],
         ),
@@ -69,8 +69,8 @@ def keys_in_the_order_of_ranks(run: Planting) -> Plant:
 
     def by_rank(local: torch.Tensor) -> torch.Tensor:
         pieces = real(local).chunk(2 * context.size, -2)
-        order = [each for rank in range(context.size) for each in (rank, 2 * context.size - 1 - rank)]
-        return torch.cat([pieces[place] for place in order], -2)
+        order = [number for rank in range(context.size) for number in (rank, 2 * context.size - 1 - rank)]
+        return torch.cat([pieces[number] for number in order], -2)
 
     run.patch(context, "whole", by_rank)
 
@@ -147,7 +147,7 @@ def labels_shifted_after_the_cut(run: Planting) -> Plant:
 
     def shifted(_: object, own: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> Any:
         pieces = zip(own.chunk(2, 1), labels.chunk(2, 1), strict=True)
-        labels = torch.cat([torch.cat([after[:, :-1], ids[:, -1:]], 1) for ids, after in pieces], 1)
+        labels = torch.cat([torch.cat([next_ids[:, :-1], ids[:, -1:]], 1) for ids, next_ids in pieces], 1)
         return own, labels, positions
 
     return _change_cut(run, shifted)
@@ -175,11 +175,11 @@ def gradients_not_reduced_over_cp(run: Planting) -> Plant:
 def a_rank_has_the_positions_of_another(run: Planting) -> Plant:
     """The last rank is given the input ids of the first, with its own labels."""
 
-    def first_ids(everyone: torch.Tensor, own: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def first_ids(all_ids: torch.Tensor, own: torch.Tensor, *rest: torch.Tensor) -> Any:
         context = run.handles.context()
         if context.rank == context.size - 1:
-            each = own.shape[1] // 2
-            own = torch.cat([everyone[:, :each], everyone[:, -each:]], 1)
+            length = own.shape[1] // 2
+            own = torch.cat([all_ids[:, :length], all_ids[:, -length:]], 1)
         return own, *rest
 
     return _change_cut(run, first_ids)

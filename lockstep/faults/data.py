@@ -1,4 +1,7 @@
-"""Wrong inputs: weights that are not the file's, not the same on all ranks, not tied; samples that are exchanged after all checks of the batches; wrong reported losses."""
+"""Wrong inputs, and wrong reported losses.
+
+Weights are not the file's, not the same on all ranks, or not tied. Samples are exchanged after all checks of the batches.
+"""
 
 import dataclasses
 import functools
@@ -24,14 +27,14 @@ def feed(run: Planting, change: Callable[[list[MicroBatch], int], list[MicroBatc
     run.patch(strategy, "forward_backward", lambda micro_batches: real(change(micro_batches, next(steps))))
 
 
-def _of(batches: Batches, step: int, share: int) -> list[MicroBatch]:
+def _batch(batches: Batches, step: int, share: int) -> list[MicroBatch]:
     return batches.micro_batches(step, share, torch.device("cpu"))
 
 
 @data_fault(seen_in="ray-project/ray 64315", evidence="DP rank 1 was given the samples of DP rank 0")
 def dp_ranks_replay_one_batch(run: Planting) -> Plant:
     """Every data-parallel rank trains on the first one's samples."""
-    return feed(run, lambda _, step: _of(run.inputs.batches, step, 0))
+    return feed(run, lambda _, step: _batch(run.inputs.batches, step, 0))
 
 
 @data_fault(
@@ -45,16 +48,16 @@ def tp_peers_read_different_samples(run: Planting) -> Plant:
 
     (Not planted where the strategy checks the batches itself.)
     """
-    return feed(run, lambda _, step: _of(run.inputs.batches, step, dist.get_rank() % run.config.dp_size))
+    return feed(run, lambda _, step: _batch(run.inputs.batches, step, dist.get_rank() % run.config.dp_size))
 
 
 @data_fault(seen_in="verl-project/verl 4697", evidence="the samples are not those of this step", axes=("tp",))
 def sampler_counts_all_ranks(run: Planting) -> Plant:
     """The sampler takes the world size for the data-parallel size and skips the shares in between."""
-    wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
+    too_wide = dataclasses.replace(run.inputs.batches, dp_size=run.config.num_workers)
 
     def change(_: list[MicroBatch], step: int) -> list[MicroBatch]:
-        return _of(wide, step, run.config.mesh.sample_share(dist.get_rank()) * run.config.tp_size)
+        return _batch(too_wide, step, run.config.mesh.sample_share(dist.get_rank()) * run.config.tp_size)
 
     return feed(run, change)
 
@@ -64,8 +67,8 @@ def samples_in_another_order(run: Planting) -> Plant:
     """One data-parallel rank has its samples in another order: the same loss, and other tensors."""
 
     def change(micro_batches: list[MicroBatch], _step: int) -> list[MicroBatch]:
-        mine = run.config.mesh.sample_share(dist.get_rank()) == 1
-        return [(ids.flip(0), labels.flip(0)) for ids, labels in micro_batches] if mine else micro_batches
+        affected = run.config.mesh.sample_share(dist.get_rank()) == 1
+        return [(ids.flip(0), labels.flip(0)) for ids, labels in micro_batches] if affected else micro_batches
 
     return feed(run, change)
 

@@ -1,4 +1,7 @@
-"""Gradients that are not averaged over the data-parallel group, or over the wrong one, or scaled once too often; micro batches with wrong weights."""
+"""Gradients that are not averaged over the data-parallel group, or over the wrong one, or scaled once too often.
+
+Also micro batches with wrong weights.
+"""
 
 import functools
 

@@ -12,11 +12,11 @@ from lockstep.plan import deepspeed_file
 
 
 class AutoTPHandles(Handles):
-    """For `autotp_strategy.AutoTPStrategy`. What each breaks: lockstep/faults/torch_handles.py."""
+    """For `autotp_strategy.AutoTPStrategy`. lockstep/faults/torch_handles.py says what each breaks."""
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.strategy.model.named_parameters():
-            # This rank's share of the optimizer has a part of it
+            # None if this rank's shard of the optimizer state has no part of the parameter
             if parameter._hp_mapping is not None:
                 yield name, parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
@@ -40,7 +40,7 @@ class AutoTPHandles(Handles):
     def divide_gradients_by(self, divisor: int) -> None:
         if divisor == 1:
             self.run.patch(self.strategy.optimizer, "gradient_average", False)
-        else:  # part of DeepSpeed's divisor
+        else:  # DeepSpeed divides by dp_size / sequence_parallel_size
             size = self.run.config.dp_size / divisor
             self.run.patch(self.strategy.optimizer, "sequence_parallel_size", size)
 
@@ -61,11 +61,12 @@ class AutoTPHandles(Handles):
         self.run.around(optimizer, "reduce_gradients", before=take_back)
 
     def reduce_in_bfloat16(self) -> None:
-        told = deepspeed_file.resolved
-        self.run.patch(deepspeed_file, "resolved", lambda *a: {**told(*a), "communication_data_type": "bf16"})
+        real = deepspeed_file.resolved
+        self.run.patch(deepspeed_file, "resolved", lambda *a: {**real(*a), "communication_data_type": "bf16"})
 
     def drop_sum_over_tp(self, module: str) -> None:
-        # The layer has no group to reduce over. Of a column-parallel one, that is the gradient of its input: the next handle
+        # The layer has no group to reduce over. In a column-parallel layer, what is not summed is the gradient of its input:
+        # the next handle.
         self.run.patch(self.strategy.model.get_submodule(module), "mp_group", None)
 
     drop_input_gradient_sum_of = drop_sum_over_tp

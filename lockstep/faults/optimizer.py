@@ -186,10 +186,10 @@ AVERAGES = ("--ema_decay", "0.9")
 
 
 def averages(what: str) -> tuple[str, str]:
-    """What is said of all averages: of weights in bfloat16, those of norms stay as they are."""
-    first = "model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias"
+    """Return the evidence that names all averages. With weights in bfloat16, those of norms stay as they are."""
+    names = "model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.q_proj.bias"
     in_fp32, in_bf16 = (
-        f"the weights are right; the average of {first} and {more} more {what}" for more in (23, 18)
+        f"the weights are right; the average of {names} and {more} more {what}" for more in (23, 18)
     )
     return in_fp32, in_bf16
 
@@ -282,7 +282,7 @@ def average_of_shards_is_lost(run: Planting) -> Plant:
     update = average.update
 
     def lost() -> None:
-        kept = {name: one.detach().clone() for name, one in average.averages.items() if one.ndim >= 2}
+        kept = {name: value.detach().clone() for name, value in average.averages.items() if value.ndim >= 2}
         update()
         with torch.no_grad():
             for name, old in kept.items():

@@ -160,7 +160,7 @@ def last_micro_batch_dropped(run: Planting) -> Plant:
 
 
 def _without_every(number: int, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, with every `number`-th result detached."""
+    """Return the function with every `number`-th result detached."""
     calls = itertools.count(1)
 
     def detached(*arguments: Any, **options: Any) -> torch.Tensor:

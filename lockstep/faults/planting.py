@@ -1,6 +1,7 @@
 """The run that a fault is planted in: replacements that last as long as it does, and the handles of its strategy.
 
-Everything that a fault replaces goes through its run, which records whether it was used: what nobody calls plants nothing, or something else.
+Everything that a fault replaces goes through its run, which records whether it was used. What nobody calls plants
+nothing, or something else.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ Plant = Generator[None, Any, None]
 
 
 class Handles:
-    """By which faults change one strategy: a class of its own, which its spec names, has a public method for each.
+    """What faults can change in one strategy. Its spec names a class derived from this one, with a public method for each.
 
     A fault says which methods it needs, never in which strategy. It is not planted where the class lacks one.
     """
@@ -41,7 +42,7 @@ class Handles:
 
 
 class Planting:
-    """A run's configuration and inputs, its strategy's handles, and what replaces attributes of live objects until it ends."""
+    """A run's configuration and inputs, its strategy's handles, and replacements in live objects that last until it ends."""
 
     handles: Any
     strategy: Any  # once it is built
@@ -51,9 +52,9 @@ class Planting:
         self._used: dict[str, bool] = {}
 
     def defining(self, name: str) -> ModuleType:
-        """The file that has `name`: the one in which the strategy's class is, or a class that it is derived from."""
+        """Return the module that has `name`: that of the strategy's class, or of a class that it is derived from."""
         classes = inspect.getmro(strategies.load(self.config.spec.factory))
-        return next(module for each in classes if name in vars(module := sys.modules[each.__module__]))
+        return next(module for cls in classes if name in vars(module := sys.modules[cls.__module__]))
 
     def patch(self, target: object, attribute: str, replacement: object) -> None:
         """Replace an attribute. A function must be called at least once, anything else read."""
@@ -73,31 +74,37 @@ class Planting:
 
     def patch_dist(self, module: ModuleType, function: str, replacement: Callable[..., Any]) -> None:
         """Replace a function of torch.distributed for one module alone, which calls it as `dist.FUNCTION`."""
-        own = {
+        functions = {
             **vars(module.dist),
             function: self.recorded(f"{module.__name__}.dist.{function}", replacement),
         }
-        self._stack.enter_context(mock.patch.object(module, "dist", types.SimpleNamespace(**own)))
+        self._stack.enter_context(mock.patch.object(module, "dist", types.SimpleNamespace(**functions)))
 
     def recorded(self, what: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that must be called at least once: for a hook, or what else is given to a library. `what` names it in the error."""
-        use = self._record(what)
+        """Return `replacement`, which must then be called at least once: for a hook, or anything else given to a library.
+
+        `what` names it in the error.
+        """
+        mark = self._record(what)
 
         def called(*arguments: Any, **options: Any) -> Any:
-            use()
+            mark()
             return replacement(*arguments, **options)
 
         return called
 
     def change_output(self, module: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let a module of the strategy's model give change(what it gave)."""
+        """Let a module of the strategy's model return change(its output)."""
         recorded = self.recorded(f"the output of {module}", change)
         self.strategy.model.get_submodule(module).register_forward_hook(
             lambda _module, _inputs, output: recorded(output)
         )
 
     def change_weights(self, of: str, change: Callable[[torch.Tensor], object]) -> None:
-        """Call change(tensor) for the live weights whose names begin with `of`, right before the first step, after all checks of them."""
+        """Call change(tensor) for the live weights whose names begin with `of`, once, right before the first step.
+
+        All checks of the weights have been made by then.
+        """
 
         def at_start(step: int) -> None:
             if step == 1:
@@ -118,7 +125,7 @@ class Planting:
         self.around(self.strategy, "forward_backward", after=after_backward)
 
     def undo_updates(self, of: Callable[[int, str], bool]) -> None:
-        """Put back the weights that this rank holds for which of(step, name), after each update."""
+        """After each update, put back the weights of this rank for which of(step, name) is true."""
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def keep(step: int) -> None:
@@ -167,7 +174,10 @@ class Planting:
     def reduce_again(
         self, module: ModuleType, *, calls_per_loss: int, which: int, row: int | None = None
     ) -> None:
-        """Do one of the all-reduces of a loss function twice (of one `row` only); its module calls torch.distributed as `dist`."""
+        """Do one of the all-reduces of a loss function twice, or of one `row` of its tensor only.
+
+        `which` is its place, from 0, among the `calls_per_loss` of one loss. The module calls torch.distributed as `dist`.
+        """
         real, calls = module.dist.all_reduce, itertools.count()
 
         def all_reduce(tensor: Any, *arguments: Any, **options: Any) -> None:
@@ -179,49 +189,53 @@ class Planting:
 
     def require_used(self, fault: str) -> None:
         """Raise TrainingFailure on every rank if a replacement was used on no rank. Collective."""
-        everyone = gather_objects(self._used)
-        used = {what for rank in everyone for what, seen in rank.items() if seen}
-        idle = next((what for rank in everyone for what in rank if what not in used), None)
-        if idle:
+        by_rank = gather_objects(self._used)
+        used = {name for replacements in by_rank for name, is_used in replacements.items() if is_used}
+        unused = next((name for replacements in by_rank for name in replacements if name not in used), None)
+        if unused:
             raise TrainingFailure(
-                f"fault {fault}: its replacement of {idle} was never used, so it plants something else than it says; "
+                f"fault {fault}: its replacement of {unused} was never used, so it plants something else than it says; "
                 "replace what the run uses"
             )
 
     def _replacing(self, target: object, attribute: str, replacement: object) -> Replacing:
+        """Return what makes a context manager that replaces an attribute and records that the replacement is used."""
         what = f"{_name(target)}.{attribute}"
         if callable(replacement):
-            noting = self.recorded(what, replacement)
-            return lambda: mock.patch.object(target, attribute, noting)
+            recorded = self.recorded(what, replacement)
+            return lambda: mock.patch.object(target, attribute, recorded)
         if isinstance(target, (type, ModuleType)):
             raise TypeError(f"{what}: only functions of a class or a module can be replaced")
         return self._holding(target, attribute, replacement, self._record(what))
 
-    def _holding(self, target: object, attribute: str, value: object, use: Callable[[], None]) -> Replacing:
-        """Let an object be of a class of its own, whose property holds the attribute and records that it is read."""
-        kind, held = type(target), [value]
+    def _holding(self, target: object, attribute: str, value: object, mark: Callable[[], None]) -> Replacing:
+        """Do so for a value: give the object a class of its own, whose property holds it and records that it is read."""
+        cls, held = type(target), [value]
 
         def read(_: object) -> object:
-            use()
+            mark()
             return held[0]
 
         def write(_: object, new: object) -> None:
             held[0] = new
 
-        own = type(kind.__name__, (kind,), {attribute: property(read, write), "__module__": kind.__module__})
+        derived = type(cls.__name__, (cls,), {attribute: property(read, write), "__module__": cls.__module__})
 
         @contextlib.contextmanager
         def holding() -> Any:
-            target.__class__ = own
+            target.__class__ = derived
             try:
                 yield
             finally:
-                target.__class__ = kind
+                target.__class__ = cls
 
         return holding
 
     def _record(self, what: str) -> Callable[[], None]:
-        """What to call when the replacement of `what` is used. Several of one name are numbered, alike on all ranks."""
+        """Return what is to be called when the replacement of `what` is used.
+
+        Replacements of one name are numbered, on all ranks in the same order.
+        """
         names = (what if number == 1 else f"{what} ({number})" for number in itertools.count(1))
         name = next(name for name in names if name not in self._used)
         self._used[name] = False

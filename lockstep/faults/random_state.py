@@ -22,12 +22,12 @@ random_fault = functools.partial(
 
 
 def _a_tenth(where: str = "") -> Callable[[str], bool]:
-    """Evidence of dropout: about a tenth of the elements."""
-    shown = (
+    """Return the evidence of dropout: about a tenth of the elements are zero."""
+    expected = (
         f"# % of the elements of {DROPPED}'s output are zero, scattered, and the others larger to make up for it"
         f"{where}: dropout"
     )
-    return lambda said: agrees(shown, said) and 9 < float(said.split()[0]) < 11
+    return lambda sentence: agrees(expected, sentence) and 9 < float(sentence.split()[0]) < 11
 
 
 def _dropout(run: Planting, seed: Callable[[], int]) -> Plant:

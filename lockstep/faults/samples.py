@@ -1,4 +1,7 @@
-"""Samples in which some tokens have no label, are padding, or belong to another document: means of means, wrong counts, wrong masks."""
+"""Samples in which some tokens have no label, are padding, or belong to another document.
+
+The faults are means of means, wrong counts and wrong masks.
+"""
 
 import functools
 import itertools
@@ -27,7 +30,7 @@ count_fault = functools.partial(
 )
 
 
-# This DP rank, this micro batch, and the positions that this rank has
+# This DP rank, the place of this micro batch, and the positions that this rank has
 Where = tuple[int, int, list[int]]
 
 
@@ -40,13 +43,13 @@ def _divide_by(run: Planting, number: Callable[[torch.Tensor, Where], int]) -> P
     real, calls, batches = strategy.loss, itertools.count(), run.inputs.batches
     here = run.config.mesh.coordinates(dist.get_rank())
     pieces = cuts.positions(run.config, here.cp)
-    positions = [start + at for start, length in pieces for at in range(length)]
+    positions = [start + offset for start, length in pieces for offset in range(length)]
 
     def loss(*arguments: torch.Tensor) -> torch.Tensor:
-        step, micro = divmod(next(calls), batches.num_micro_batches)
+        step, index = divmod(next(calls), batches.num_micro_batches)
         by_rank = [batches.micro_batches(step, rank, "cpu") for rank in range(batches.dp_size)]
-        labels = torch.stack([torch.stack([each[1] for each in of_rank]) for of_rank in by_rank]) != IGNORED
-        return real(*arguments) * (int(labels.sum()) / number(labels, (here.dp, micro, positions)))
+        labels = torch.stack([torch.stack([micro[1] for micro in rank]) for rank in by_rank]) != IGNORED
+        return real(*arguments) * (int(labels.sum()) / number(labels, (here.dp, index, positions)))
 
     run.patch(strategy, "loss", loss)
 
@@ -54,13 +57,13 @@ def _divide_by(run: Planting, number: Callable[[torch.Tensor, Where], int]) -> P
 @count_fault(seen_in="huggingface/transformers 34242", evidence=MEAN.format("2 DP ranks"))
 def mean_of_the_means_of_ranks(run: Planting) -> Plant:
     """Every rank divides by its own labels, and the gradients are averaged over ranks."""
-    return _divide_by(run, lambda labels, at: len(labels) * int(labels[at[0]].sum()))
+    return _divide_by(run, lambda labels, where: len(labels) * int(labels[where[0]].sum()))
 
 
 @count_fault(seen_in="ml-explore/mlx-lm 1413", evidence=MEAN.format("2 micro batches"))
 def mean_of_the_means_of_micro_batches(run: Planting) -> Plant:
     """Every micro batch is divided by its own labels, on all ranks, and then by the number of micro batches."""
-    return _divide_by(run, lambda labels, at: labels.shape[1] * int(labels[:, at[1]].sum()))
+    return _divide_by(run, lambda labels, where: labels.shape[1] * int(labels[:, where[1]].sum()))
 
 
 @count_fault(
@@ -70,7 +73,7 @@ def mean_of_the_means_of_micro_batches(run: Planting) -> Plant:
 def mean_of_all_means(run: Planting) -> Plant:
     """What a model's own loss gives: every micro batch of every rank is divided by its own labels."""
     return _divide_by(
-        run, lambda labels, at: labels.shape[0] * labels.shape[1] * int(labels[at[0], at[1]].sum())
+        run, lambda labels, where: labels.shape[0] * labels.shape[1] * int(labels[where[0], where[1]].sum())
     )
 
 
@@ -83,7 +86,7 @@ def mean_of_all_means(run: Planting) -> Plant:
 )
 def mean_of_the_means_of_cp_ranks(run: Planting) -> Plant:
     """Every rank divides by the labels at its own positions."""
-    return _divide_by(run, lambda labels, at: run.config.cp_size * int(labels[..., at[2]].sum()))
+    return _divide_by(run, lambda labels, where: run.config.cp_size * int(labels[..., where[2]].sum()))
 
 
 @count_fault(seen_in="OpenNMT/OpenNMT-py 2209", evidence=COUNT.format("the number of all tokens"))

@@ -1,4 +1,7 @@
-"""Planted bugs of FSDP's options: replicas of shards, and weights that are gathered ahead. They change torch's own objects."""
+"""Planted bugs of FSDP's options: replicas of shards, and weights that are gathered ahead.
+
+They change torch's own objects.
+"""
 
 import functools
 from typing import Any
@@ -18,7 +21,7 @@ hsdp_fault = functools.partial(fsdp_fault, mesh=Mesh(dp=4), flags=REPLICAS)
 
 
 def _all_reduce_replicas_by(run: Planting, all_reduce: Any) -> None:
-    """FSDP's reductions call all_reduce over replicas alone."""
+    """Replace the all_reduce of FSDP's reductions, which they call over replicas only."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     run.patch_dist(_fsdp_collectives, "all_reduce", all_reduce)
@@ -126,7 +129,7 @@ def replicas_start_apart(run: Planting) -> Plant:
     step=2,
     first="forward/model.layers.1.input_layernorm",
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),
-    precisions=WEIGHTS_IN_FP32,  # the first that it breaks is a norm
+    precisions=WEIGHTS_IN_FP32,  # the first tensor that it breaks is a norm
 )
 def weights_gathered_before_the_update(run: Planting) -> Plant:
     """A layer's weights are gathered ahead at the end of backward, before the update; the next forward takes them as they are."""

@@ -1,4 +1,7 @@
-"""Reductions over the tensor-parallel group that are missing, or done twice; with sequence parallelism, of one rank's positions."""
+"""Reductions over the tensor-parallel group that are missing or done twice.
+
+With sequence parallelism, a missing reduction leaves what one rank's positions give.
+"""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +17,7 @@ MLP = "model.layers.1.mlp"
 missing_fault = functools.partial(
     fault, bug_class="TP reduction missing", cause="tp reduction missing", axes=("tp",)
 )
-# At tp 4, so that the factor is no other size of the mesh
+# At tp 4, so that the factor equals no other size of the mesh
 doubled_fault = functools.partial(
     fault,
     bug_class="TP reduction doubled",
@@ -163,12 +166,12 @@ def norm_gradients_divided_by_tp(run: Planting) -> Plant:
     yield from _scaled(run, lambda name: name.endswith("norm.weight"), 1 / run.config.tp_size)
 
 
-def _scaled(run: Planting, of: Callable[[str], bool], factor: float) -> Plant:
-    """Multiply some gradients between backward and update."""
+def _scaled(run: Planting, is_scaled: Callable[[str], bool], factor: float) -> Plant:
+    """Multiply the gradients of the parameters whose names `is_scaled` accepts, between backward and update."""
     yield
 
     def scale(_step: int, name: str, gradient: torch.Tensor) -> None:
-        if of(name):
+        if is_scaled(name):
             gradient.mul_(factor)
 
     run.change_gradients(scale)

@@ -1,6 +1,6 @@
 """Handles of strategies in plain torch: DDP and FSDP2 modules, plain tensors and DTensors.
 
-What a handle breaks is said where it is first; other libraries' strategies have the same ones by the same names.
+What a handle breaks is said where it is first defined. Handles of other libraries' strategies have the same names.
 """
 
 import itertools
@@ -82,19 +82,19 @@ class TorchHandles(Handles):
 
     def norm_not_summed_over_tp(self) -> None:
         """The gradient norm is that of this tp rank's shards."""
-        axes = torch_strategy.sharded_axes
+        real = torch_strategy.sharded_axes
 
         def without_tp(tensor: DTensor) -> tuple[int, ...]:
             names = tensor.device_mesh.mesh_dim_names or ()
-            return tuple(axis for axis in axes(tensor) if names[axis] != "tp")
+            return tuple(axis for axis in real(tensor) if names[axis] != "tp")
 
         self.run.patch_during(self.strategy, "grad_norm", torch_strategy, "sharded_axes", without_tp)
 
     def count_replicas_in_norm(self) -> None:
         """Parameters that every tp rank holds whole count tp times in the gradient norm."""
         counted = self.strategy.in_norm  # groups of one layout, whose squares are added up
-        copied = [alike for alike in counted if not _is_cut_over(alike[0], "tp")]
-        self.run.patch(self.strategy, "in_norm", counted + (self.run.config.tp_size - 1) * copied)
+        replicated = [group for group in counted if not _is_cut_over(group[0], "tp")]
+        self.run.patch(self.strategy, "in_norm", counted + (self.run.config.tp_size - 1) * replicated)
 
     def do_not_clip(self) -> None:
         """Nothing is clipped, whatever --max_grad_norm says."""
@@ -144,15 +144,15 @@ class DDPHandles(TorchHandles):
 
     def reduce_in_bfloat16(self) -> None:
         """Gradients are reduced over dp in bfloat16. Call it before the strategy is built."""
-        wrap = DistributedDataParallel.__init__
+        real = DistributedDataParallel.__init__
 
         def rounded(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-            small = buffer.bfloat16()
-            dist.all_reduce(small, group=group)
-            return buffer.copy_(small).div_(dist.get_world_size(group))
+            in_bfloat16 = buffer.bfloat16()
+            dist.all_reduce(in_bfloat16, group=group)
+            return buffer.copy_(in_bfloat16).div_(dist.get_world_size(group))
 
         def with_hook(module: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-            wrap(module, *arguments, **options)
+            real(module, *arguments, **options)
             self._reduce_by(module, rounded)
 
         self.run.patch(DistributedDataParallel, "__init__", with_hook)
@@ -193,9 +193,9 @@ class FSDPHandles(TorchHandles):
         self._keep_own_chunk(layer)
 
     def _keep_own_chunk(self, module: FSDPModule) -> None:
-        own = OwnChunk()
-        self.run.patch(own, "reduce", own.reduce)
-        module.set_custom_reduce_scatter(own)
+        reduce_scatter = OwnChunk()
+        self.run.patch(reduce_scatter, "reduce", reduce_scatter.reduce)
+        module.set_custom_reduce_scatter(reduce_scatter)
 
     def divide_gradients_by(self, divisor: int) -> None:
         for module in self._fsdp_modules():
@@ -211,7 +211,7 @@ class FSDPHandles(TorchHandles):
             "set_requires_gradient_sync",
             lambda _: real(next(calls) % steps == steps - 2),
         )
-        # what is left is not of the next step either
+        # The gradient of the last micro batch must not count in the next step either
         self.run.around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
 
     def _drop_unreduced(self) -> None:
@@ -224,8 +224,8 @@ class FSDPHandles(TorchHandles):
         module = self.run.defining("fully_shard")
         shard, policy = module.fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
-        def in_bfloat16(module: torch.nn.Module, **told: Any) -> FSDPModule:
-            return shard(module, **{**told, "mp_policy": policy})
+        def in_bfloat16(module: torch.nn.Module, **options: Any) -> FSDPModule:
+            return shard(module, **{**options, "mp_policy": policy})
 
         self.run.patch(module, "fully_shard", in_bfloat16)
 
@@ -264,22 +264,28 @@ class FSDPHandles(TorchHandles):
         module = self.run.defining("tp_plan")
         real = module.tp_plan
 
-        def without_head_norms(model: "PreTrainedModel", **told: bool) -> dict[str, "ParallelStyle"]:
+        def without_head_norms(model: "PreTrainedModel", **options: bool) -> dict[str, "ParallelStyle"]:
             return {
                 pattern: style
-                for pattern, style in real(model, **told).items()
+                for pattern, style in real(model, **options).items()
                 if not pattern.endswith(("q_norm", "k_norm"))
             }
 
         self.run.patch(module, "tp_plan", without_head_norms)
 
     def drop_norm_gradient_sum(self) -> None:
-        """With sequence parallelism: norms between blocks have the gradient of this rank's positions. Call it before the strategy is built."""
+        """With sequence parallelism: norms between blocks have the gradient of this rank's positions.
+
+        Call it before the strategy is built.
+        """
         module = self.run.defining("norms_between_blocks")
         self.run.patch(module, "norms_between_blocks", lambda model: [])
 
     def cut_without_sum(self, module: str) -> None:
-        """With sequence parallelism: of a row-parallel layer's output this rank keeps its positions of its own partial product."""
+        """With sequence parallelism: a row-parallel layer's output is not summed.
+
+        This rank keeps its positions of its own partial product.
+        """
         mesh = self.strategy.device_mesh["tp"]
         self._change_output(
             module, lambda output: output.to_local().chunk(mesh.size(), 1)[mesh.get_local_rank()]

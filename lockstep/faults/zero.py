@@ -104,9 +104,9 @@ def share_one_element_off(run: Planting) -> Plant:
     """The second rank's float32 weights are cut one element too late, as if a parameter before them were padded."""
     strategy = yield
     if strategy.geometry().coordinates.dp == 1:
-        share = strategy.engine.optimizer.single_partition_of_fp32_groups[0]
+        shard = strategy.engine.optimizer.single_partition_of_fp32_groups[0]
         with torch.no_grad():
-            share.copy_(share.roll(-1))
+            shard.copy_(shard.roll(-1))
 
 
 @update_fault(
@@ -127,11 +127,11 @@ def offloaded_gradients_of_the_step_before(run: Planting) -> Plant:
 
     def swap(_step: int) -> None:
         for group in inner.param_groups:
-            for share in group["params"]:
-                now = share.grad.clone()
-                if id(share) in kept:
-                    share.grad.copy_(kept[id(share)])
-                kept[id(share)] = now
+            for shard in group["params"]:
+                gradient = shard.grad.clone()
+                if id(shard) in kept:
+                    shard.grad.copy_(kept[id(shard)])
+                kept[id(shard)] = gradient
 
     run.around(inner, "step", before=swap)
 

@@ -1,4 +1,7 @@
-"""Where a part of a tensor, such as the shard of a DTensor, lies in the whole: runs of consecutive places along each dim."""
+"""Where a part of a tensor, such as the shard of a DTensor, lies in the whole.
+
+A place is an index along a dim of the full tensor. A part has runs of consecutive places along each dim.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -12,12 +15,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Runs = list[tuple[int, int]]
 # (name, block, shape of the full tensor, start of the block in it), of the blocks that a rank holds
 Held = Iterator[tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...]]]
-# Modules, and where among the arguments of each the parts of a batch are: a name or a place
+# (module, part of a batch -> where it is among the module's arguments: a name or a place)
 CalledModules = list[tuple[torch.nn.Module, dict[str, str | int]]]
 
 
 def runs_of(places: list[int]) -> Runs:
-    """The runs of places in this order."""
+    """Return the runs of these places, in the order of the list; one of length 0 if there are no places."""
     runs: Runs = []
     for place in places:
         if runs and sum(runs[-1]) == place:
@@ -28,20 +31,20 @@ def runs_of(places: list[int]) -> Runs:
 
 
 def blocks(local: torch.Tensor, runs: list[Runs]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """(start in the full tensor, block) of the blocks of a part that has these runs along its dims."""
-    found: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
-    for dim, along in enumerate(runs):
-        lengths = [length for _, length in along]
-        found = [
+    """Cut a part of a tensor, with its runs along each dim, into blocks: (start in the full tensor, block) of each."""
+    cut: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
+    for dim, dim_runs in enumerate(runs):
+        lengths = [length for _, length in dim_runs]
+        cut = [
             ((*start, first), piece)
-            for start, block in found
-            for (first, _), piece in zip(along, block.split(lengths, dim), strict=True)
+            for start, block in cut
+            for (first, _), piece in zip(dim_runs, block.split(lengths, dim), strict=True)
         ]
-    return found
+    return cut
 
 
 def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """(start in the full tensor, block) of the blocks that this rank's shard consists of. One, unless rows are packed in groups."""
+    """Return (start in the full tensor, block) of the blocks of this rank's shard: one, unless rows are packed in groups."""
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.ndim, tensor)]
     return blocks(tensor.to_local(), _runs(tensor.device_mesh, tensor.placements, tuple(tensor.shape)))
@@ -49,20 +52,20 @@ def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 @functools.cache
 def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
-    """Which places along every dim are this rank's: DTensor cuts a list of them as it cuts the tensor."""
-    found: list[Runs] = []
+    """Return this rank's runs along each dim. DTensor cuts a vector of a dim's places as it cuts the tensor."""
+    runs: list[Runs] = []
     for dim, size in enumerate(shape):
-        along = [_along(placement, dim) for placement in placements]
-        if all(placement.is_replicate() for placement in along):
-            found.append([(0, size)])
+        by_axis = [_along(placement, dim) for placement in placements]
+        if all(placement.is_replicate() for placement in by_axis):
+            runs.append([(0, size)])
             continue
         places = torch.arange(size, device=mesh.device_type)
-        found.append(runs_of(distribute_tensor(places, mesh, along, src_data_rank=None).to_local().tolist()))
-    return found
+        runs.append(runs_of(distribute_tensor(places, mesh, by_axis, src_data_rank=None).to_local().tolist()))
+    return runs
 
 
 def _along(placement: Placement, dim: int) -> Placement:
-    """A placement of a tensor's dim, as one of a vector."""
+    """Return what a tensor's placement is along one dim, as the placement of a vector."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
     if isinstance(placement, _StridedShard):

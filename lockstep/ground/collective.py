@@ -13,9 +13,9 @@ Said = TypeVar("Said")
 
 def gather_objects(mine: Said, group: dist.ProcessGroup | None = None) -> list[Said]:
     """The object of every rank of a group, or of all, in rank order. Collective."""
-    everyone = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    gathered = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def stop_together(problem: str) -> None:

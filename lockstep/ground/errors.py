@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from lockstep.ground import startup
 
-INTERNAL, BROKEN_PIPE = 3, 141  # the second is 128 + the signal, as in shells
+INTERNAL, BROKEN_PIPE = 3, 141  # BROKEN_PIPE is 128 + the signal, as in shells
 LONGEST = 1000  # characters of a message
 
 
@@ -36,7 +36,7 @@ def printable(text: object, limit: int = LONGEST) -> str:
     """
     text = str(text)
     shown = "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: limit + 1]
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[: limit + 1]
     )
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
@@ -47,8 +47,8 @@ class CannotComputeError(UserError):
 
 def communicates(error: Exception) -> bool:
     """Whether this was raised where ranks communicate, or by code that looks for its process group."""
-    of_torch = any("/torch/distributed/" in one.filename for one in traceback.extract_tb(error.__traceback__))
-    return of_torch or "process group" in str(error).replace("_", " ")
+    inside = any("/torch/distributed/" in call.filename for call in traceback.extract_tb(error.__traceback__))
+    return inside or "process group" in str(error).replace("_", " ")
 
 
 def first_line(error: BaseException) -> str:
@@ -69,13 +69,12 @@ def run_program(name: str, body: Callable[[], int]) -> int:
         say(f"{name}: {printable(error)}")
         return error.exit_code
     except KeyboardInterrupt:
-        said, status = startup.stopped()
+        message, status = startup.stopped()
         if startup.speaks():
-            say(f"{name}: {said}")
+            say(f"{name}: {message}")
         return status
-    except (
-        BrokenPipeError
-    ):  # the reader of our output is gone (`| head`); what is left to flush must not raise again
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`). What is left to flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - status 1 would be taken for a verdict
@@ -87,13 +86,16 @@ def run_program(name: str, body: Callable[[], int]) -> int:
 
 
 def say(line: str) -> None:
-    """A script may have replaced `print`, so that ranks other than the first do not print."""
+    """Write a line to standard error, even if a script has replaced `print` so that only the first rank prints."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def show_exception() -> None:
-    """The one that is being handled, with its traceback. That of Python's file for it is printed by `print`."""
-    kind, error, where = sys.exc_info()
+    """Show the exception that is being handled, with its traceback, even if a script has replaced `print`.
+
+    The functions of Python's `traceback` use `print`.
+    """
+    kind, error, trace = sys.exc_info()
     assert kind is not None and error is not None
-    sys.__excepthook__(kind, error, where)
+    sys.__excepthook__(kind, error, trace)

@@ -17,10 +17,10 @@ from typing import Any
 
 from lockstep.ground.errors import UserError, first_line
 
-CAPTURED = re.compile(
-    r"manifest\.json|step_\d+\.safetensors(\.part\d*)?"
-)  # the files of a dump (lockstep/dumps/dump.py)
-# By these a file is known to be an older result, which a new one may replace: what it begins with, or a figure says of itself.
+# The files of a dump (lockstep/dumps/dump.py)
+CAPTURED = re.compile(r"manifest\.json|step_\d+\.safetensors(\.part\d*)?")
+# By these bytes a file is known to be an older result, which a new one may replace. A figure has them in its metadata,
+# any other result begins with them.
 FIGURE = b"Lockstep figure"
 VERDICT = b'{\n  "passed": '
 PAGE = b"<!doctype html>\n<!-- Lockstep: "
@@ -39,7 +39,10 @@ def cache_folder() -> Path:
 
 
 def require_regular(path: Path) -> int:
-    """The size in bytes of a regular file. Raises UserError for anything else: reading a FIFO hangs, and /dev/zero never ends."""
+    """The size in bytes of a regular file.
+
+    Raises UserError for anything else: reading a FIFO hangs, and /dev/zero never ends.
+    """
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -52,8 +55,8 @@ def require_regular(path: Path) -> int:
 def read_json(path: Path, *, limit: int = LARGEST_JSON) -> Any:
     """The value of a JSON file (RFC 8259, and the words NaN and Infinity, which a schema may allow).
 
-    Raises UserError for a file that is not regular, is larger than `limit` bytes, is not UTF-8, starts with a byte order mark, is
-    nested too deeply, has a key twice in one object, or a number beyond float64.
+    Raises UserError for a file that is not regular, is larger than `limit` bytes, is not UTF-8, starts with a byte order
+    mark, is nested too deeply, has a key twice in one object, or a number beyond float64.
     """
     size = require_regular(path)
     if size > limit:
@@ -81,12 +84,13 @@ def parse_json(text: str) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make an object of its pairs. Raises ValueError for a key that appears twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-        raise ValueError(f"the key {twice!r} appears twice in one object")
-    return found
+        duplicate = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise ValueError(f"the key {duplicate!r} appears twice in one object")
+    return content
 
 
 def _finite(text: str) -> float:
@@ -97,13 +101,13 @@ def _finite(text: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Data for strict JSON: dataclasses as objects, and null for numbers that it does not have."""
+    """Data for strict JSON: dataclasses as objects, and null for NaN and infinity, which it does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return plain(vars(value)) if is_dataclass(value) else value
 
 
@@ -138,13 +142,13 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, size: int |
 def why_not_written(error: Exception, path: Path, size: int | None = None) -> str | None:
     """Why a file could not be written, in a few words, from the error that writing it raised; None for any other error.
 
-    For a full disk it includes the `size` wanted, in bytes, and the room for it. safetensors and torch raise errors of their own,
-    some without the system's error number.
+    For a full disk it includes the `size` wanted, in bytes, and the room for it. safetensors and torch raise errors of
+    their own, some without the system's error number.
     """
     code = getattr(error, "errno", None) if isinstance(error, OSError) else None
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    if code is None and found:
-        code = int(found[1])
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    if code is None and match:
+        code = int(match[1])
     if code is None and not isinstance(error, OSError):
         if not re.search("inline_container|PytorchStreamWriter|iostream error", str(error)):
             return None
@@ -157,7 +161,7 @@ def why_not_written(error: Exception, path: Path, size: int | None = None) -> st
 
 
 def _room(path: Path) -> int:
-    """Bytes that would be free on the disk of a file without that file."""
+    """Bytes that would be free on the disk of a file if that file were removed."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
@@ -187,13 +191,13 @@ def write_result(path: Path, text: str) -> None:
 def require_writable_folder(path: Path, option: str, *, keep: bool = True) -> None:
     """Make the folder if needed; raise UserError naming the option if nothing can be written there.
 
-    Without `keep` no folder is made: the one in which it would be made is looked at.
+    Without `keep` no folder is made: the one in which it would be made is tried.
     """
     try:
         if keep:
             path.mkdir(parents=True, exist_ok=True)
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(b"x")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -214,11 +218,11 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    held = sorted(path.iterdir()) if path.is_dir() else [path]
-    foreign = next((each.name for each in held if not is_captured(each)), None)
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    foreign = next((entry.name for entry in entries if not is_captured(entry)), None)
     if not overwrite:
-        ask = "choose another folder" + (", or add --overwrite" if foreign is None else "")
-        raise UserError(f"{option}: {path} already exists, and nothing is overwritten; {ask}")
+        remedy = "choose another folder" + (", or add --overwrite" if foreign is None else "")
+        raise UserError(f"{option}: {path} already exists, and nothing is overwritten; {remedy}")
     if foreign is not None:
         raise UserError(
             f"{option}: {path} already exists and holds {foreign}, which is no captured step; choose another folder"
@@ -226,14 +230,17 @@ def require_new_folder(path: Path, option: str, *, overwrite: bool = False) -> N
 
 
 def require_empty_folder(path: Path, option: str, overwrite: str) -> None:
-    """Raise UserError naming the option, and the flag that allows it, if the folder holds anything but hidden files, such as locks."""
+    """Raise UserError naming the option, and `overwrite`, the flag that allows it, if the folder is not empty.
+
+    Hidden files, such as locks, do not count.
+    """
     try:
-        held = path.exists() and any(not each.name.startswith(".") for each in path.iterdir())
+        is_occupied = path.exists() and any(not entry.name.startswith(".") for entry in path.iterdir())
     except OSError as error:
         raise UserError(
             f"{option} {path}: cannot be read ({error.strerror}); choose another folder"
         ) from error
-    if held:
+    if is_occupied:
         raise UserError(
             f"{option} {path} is not empty, and nothing is overwritten; choose another, or add {overwrite}"
         )
@@ -265,10 +272,10 @@ def require_ours(path: Path, option: str, begins: bytes, *, anywhere: bool = Fal
         size = require_regular(path)
         with open(path, "rb") as file:
             head = file.read(min(size, LARGEST_JSON) if anywhere else len(begins))
-        ours = begins in head if anywhere else head == begins
+        is_ours = begins in head if anywhere else head == begins
     except (UserError, OSError):
-        ours = False
-    if not ours:
+        is_ours = False
+    if not is_ours:
         raise UserError(
             f"{option}: {path} was not written by Lockstep and is not replaced; choose another path, or remove it"
         )

@@ -1,6 +1,7 @@
 """A flag is one field of a dataclass: its type and default, and in its metadata all else that is known about it.
 
-The parser, the schema of what a run records, and what two runs must agree in follow from the fields. Nothing here imports torch.
+The parser, the schema of what a run records, and what two runs must agree in follow from the fields. Nothing here
+imports torch.
 """
 
 import argparse
@@ -37,10 +38,13 @@ def flag(
 ) -> Any:
     """A field of a dataclass of flags.
 
-    low, above, high: the range of a number: from, above, to. choices: the values that are allowed; those of a `Literal` are known.
-    parse: from the text of a command line to the value, where its type does not say it. also: another name. const: the value of the
-    flag alone. recorded: whether a run records it; `recorded_as` is the type of what it records, if that is another. same: which
-    comparisons refuse two runs that differ in it.
+    low, above, high: the range of a number: at least `low`, more than `above`, at most `high`.
+    choices: the values that are allowed; those of a `Literal` are known.
+    parse: makes the value of the text on a command line, where its type does not say how.
+    also: another name.
+    const: the value of the flag alone, without one on the command line.
+    recorded: whether a run records it; `recorded_as` is the type of what it records, if that is another.
+    same: which comparisons refuse two runs that differ in it.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     return field(default=default, metadata=metadata, kw_only=default is MISSING)
@@ -48,25 +52,25 @@ def flag(
 
 def add_flag(parser: argparse.ArgumentParser, of: type, each: Field, also: str | None = None) -> None:
     """Give a parser the flag that a field of the dataclass `of` describes, under its own name and `also`."""
-    about = each.metadata
-    names = [f"--{name}" for name in (each.name, also, about["also"]) if name]
+    metadata = each.metadata
+    names = [f"--{name}" for name in (each.name, also, metadata["also"]) if name]
     default = None if each.default is MISSING else each.default
     kind = _kind_of(of, each.name)
     if is_switch(of, each):
-        parser.add_argument(*names, dest=each.name, action="store_true", help=about["help"])
+        parser.add_argument(*names, dest=each.name, action="store_true", help=metadata["help"])
         return
-    more: dict[str, Any] = {"metavar": about["metavar"]} if about["metavar"] else {}
-    if about["const"] is not None:
-        more |= {"nargs": "?", "const": about["const"]}
+    options: dict[str, Any] = {"metavar": metadata["metavar"]} if metadata["metavar"] else {}
+    if metadata["const"] is not None:
+        options |= {"nargs": "?", "const": metadata["const"]}
     choices = choices_of(of, each)
     if choices:
-        more["choices"] = choices
-    parse = about["parse"] or (
-        number(kind, about["low"], about["above"], about["high"])
+        options["choices"] = choices
+    parse = metadata["parse"] or (
+        number(kind, metadata["low"], metadata["above"], metadata["high"])
         if kind in (int, float)
         else _WORDS.get(kind, str)
     )
-    parser.add_argument(*names, dest=each.name, type=parse, default=default, help=about["help"], **more)
+    parser.add_argument(*names, dest=each.name, type=parse, default=default, help=metadata["help"], **options)
 
 
 def is_switch(of: type, each: Field) -> bool:
@@ -84,16 +88,16 @@ def choices_of(of: type, each: Field) -> tuple[object, ...] | None:
 
 def recorded(of: type) -> list[Field]:
     """The fields of a dataclass of flags that a run records."""
-    return [each for each in fields(of) if each.metadata.get("recorded")]
+    return [option for option in fields(of) if option.metadata.get("recorded")]
 
 
 def must_agree(of: type, level: Same) -> list[str]:
     """The names of the flags in which two runs must agree, for a comparison of their losses or of their tensors."""
     levels = ("losses",) if level == "losses" else ("losses", "tensors")
-    return [each.name for each in fields(of) if each.metadata.get("same") in levels]
+    return [option.name for option in fields(of) if option.metadata.get("same") in levels]
 
 
-# Of a dataclass; a parser asks for each of its fields
+# The types of a dataclass's fields, kept because a parser asks for each of its fields
 _hints = functools.cache(typing.get_type_hints)
 
 
@@ -117,15 +121,15 @@ def number(
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        inside = (
+        is_inside = (
             (low is None or value >= low)
             and (above is None or value > above)
             and (high is None or value <= high)
         )
-        if not math.isfinite(value) or not inside:
+        if not math.isfinite(value) or not is_inside:
             bounds = {"at least": low, "above": above, "at most": high}
-            said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
-            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {said or 'finite'}")
+            allowed = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {allowed or 'finite'}")
         return value
 
     return parse

@@ -1,8 +1,10 @@
-"""A run that hangs: no rank makes progress for some time. It then ends, with the stacks of all ranks and one line that says where each is.
+"""A run that hangs: no rank makes progress for some time.
 
-A thread of each rank watches over the rank. `at` says how far it is, which is progress. A rank that has made none for `patience()` seconds
-writes its stacks to standard error and tells the first rank through the store of the process group. When all ranks have, or some do not
-answer for as long again, the first rank ends the run.
+It then ends, with the stacks of all ranks and one line that says where each is.
+
+A thread of each rank watches over the rank. `at` says how far it is, which is progress. A rank that has made none for
+`patience()` seconds writes its stacks to standard error and tells the first rank through the store of the process group.
+When all ranks have, or some do not answer for as long again, the first rank ends the run.
 """
 
 import contextlib
@@ -52,9 +54,8 @@ def end_run(line: str) -> NoReturn:
     os._exit(1)
 
 
-fail: Callable[[str], object] = (
-    end_run  # what the first rank does; under Ray, lockstep/running/under_ray.py sets another
-)
+# What the first rank does if the run hangs; under Ray, lockstep/running/under_ray.py sets another
+fail: Callable[[str], object] = end_run
 _progress = ("", 0.0)  # how far this rank is, and since when by time.monotonic()
 _runs = itertools.count()
 
@@ -80,31 +81,32 @@ def watched() -> Iterator[None]:
 
 
 def _watch(done: threading.Event, thread: int, seconds: float, run: int) -> None:
+    """What the watching thread does, until `done`: tell the first rank when this rank hangs, and on that rank end the run."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    store: Any = None  # a connection of its own: one operation at a time uses a connection
-    said, asked = None, 0.0
+    store: Any = None  # with a connection of its own, since a connection serves one operation at a time
+    reported, reported_at = None, 0.0
     while not done.wait(min(seconds / LOOKS, LONGEST)):
         progress, now = _progress, time.monotonic()
         what, since = progress
         if now - since < seconds:
-            if said is not None:
+            if reported is not None:
                 store.set(str(rank), "")
-                said = None
+                reported = None
             continue
-        if said != progress:
+        if reported != progress:
             frame = sys._current_frames()[thread]
             sys.stderr.write(_stacks(rank, what, now - since))
             sys.stderr.flush()
             if store is None:
                 store = _own_store(run)
             store.set(str(rank), json.dumps([what, *_place(frame)]))
-            said, asked = progress, now
+            reported, reported_at = progress, now
         if rank == 0:
-            found = [store.get(str(each)) if store.check([str(each)]) else b"" for each in range(size)]
-            if all(found) or now - asked > seconds:
-                fail(_line([json.loads(text) if text else None for text in found], seconds))
+            answers = [store.get(str(peer)) if store.check([str(peer)]) else b"" for peer in range(size)]
+            if all(answers) or now - reported_at > seconds:
+                fail(_line([json.loads(text) if text else None for text in answers], seconds))
                 return
 
 
@@ -141,20 +143,20 @@ def _place(top: FrameType) -> tuple[bool, str]:
     return waits, "an unknown place"
 
 
-def _line(found: list[list | None], seconds: float) -> str:
-    """What each rank is doing: those that do not wait for others first."""
-    ranks: dict[tuple, list[int]] = {}  # () of those that do not answer
-    for rank, said in enumerate(found):
-        ranks.setdefault(tuple(said or ()), []).append(rank)
+def _line(answers: list[list | None], seconds: float) -> str:
+    """The line that says what each rank is doing. Ranks that do not wait for others come first."""
+    ranks: dict[tuple, list[int]] = {}  # () -> those that do not answer
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(tuple(answer or ()), []).append(rank)
     parts = []
     for state, members in sorted(ranks.items(), key=lambda item: (bool(item[0]) and item[0][1], item[1])):
-        one = len(members) == 1
-        who = f"rank{'s' * (not one)} {', '.join(map(str, members))}"
+        is_one = len(members) == 1
+        who = f"rank{'s' * (not is_one)} {', '.join(map(str, members))}"
         if not state:
-            parts.append(f"{who} {'does' if one else 'do'} not answer")
+            parts.append(f"{who} {'does' if is_one else 'do'} not answer")
             continue
         what, waits, place = state
-        does = ("waits" if one else "wait") + " for other ranks" if waits else "is" if one else "are"
+        does = ("waits" if is_one else "wait") + " for other ranks" if waits else "is" if is_one else "are"
         parts.append(f"{who} {does} in {what}, at {place}")
     return (
         f"no rank has made progress for {seconds:g} s: {'; '.join(parts)}; all stacks are in the output; "

@@ -24,22 +24,23 @@ def path_of(output: Path) -> Path:
 def held(*outputs: tuple[Path, str]) -> Iterator[None]:
     """Hold the locks of files or folders, given with the options that name them.
 
-    Raises UserError at once if another process holds one. Lock files are removed at the end. One left behind by a killed run does no
-    harm.
+    Raises UserError at once if another process holds one. Lock files are removed at the end. One left behind by a killed
+    run does no harm.
     """
     with contextlib.ExitStack() as stack:
         for output, option in outputs:
-            stack.enter_context(_one(path_of(output), f"{option}: ", str(output)))
+            stack.enter_context(_hold(path_of(output), f"{option}: ", str(output)))
         yield
 
 
 def inside(folder: Path, name: str, option: str) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of a whole folder, by the lock file .NAME.lock in it."""
-    return _one(folder / f".{name}.lock", f"{option}: ", str(folder))
+    return _hold(folder / f".{name}.lock", f"{option}: ", str(folder))
 
 
 @contextlib.contextmanager
-def _one(path: Path, who: str, output: str) -> Iterator[None]:
+def _hold(path: Path, who: str, output: str) -> Iterator[None]:
+    """Hold one lock file, and remove it at the end. Messages begin with `who` and say what `output` is locked."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _open_locked(path, who, output)
@@ -57,18 +58,16 @@ def _one(path: Path, who: str, output: str) -> Iterator[None]:
 
 def _open_locked(path: Path, who: str, output: str) -> int:
     while True:
-        file = os.open(
-            path, os.O_RDWR | os.O_CREAT, 0o644
-        )  # not inherited by children: they would keep the lock
+        # Not inherited by children: they would keep the lock
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             lock(file, who, output, os.getpid())
         except BaseException:
             os.close(file)
             raise
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(
-                os.fstat(file), os.stat(path)
-            ):  # else the holder before us removed it meanwhile
+            # If not, the holder before us has removed the file meanwhile
+            if os.path.samestat(os.fstat(file), os.stat(path)):
                 return file
         os.close(file)
 

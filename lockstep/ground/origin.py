@@ -19,7 +19,7 @@ from lockstep.ground.processes import ROOT
 
 CPUINFO = Path("/proc/cpuinfo")
 LONGEST_COMMAND = 4000  # characters
-# In the names of options whose values are secret
+# Words in the names of options whose values are secret
 SECRET = {"token", "key", "apikey", "secret", "password", "passwd", "passphrase", "credentials", "auth"}
 TOKEN = re.compile(r"[a-zA-Z0-9]{20,}")
 LOGIN = re.compile(r"://[^/@\s]+@")
@@ -52,7 +52,10 @@ def now() -> str:
 
 
 def command() -> str:
-    """The command line of this process, or of torchrun that started it, as typed in the folder of the programs, without what may be secret."""
+    """The command line of this process, or of torchrun that started it, as typed in the folder of the programs.
+
+    What may be secret is left out.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):  # a container may hide the parent
             first, *typed = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[1:-1]
@@ -70,42 +73,51 @@ def _is_worker() -> bool:
 
 
 def without_secrets(arguments: list[str]) -> list[str]:
-    """Arguments of any program, to be shown: values of options named as secrets are, what looks like a token, and logins in URLs are left out."""
+    """Arguments of any program, to be shown, with HIDDEN in the place of what may be secret.
+
+    This is so for values of options named as secrets are, for what looks like a token, and for logins in URLs.
+    """
     shown: list[str] = []
-    follows = False  # whether the value of such an option
+    secret_follows = False  # the argument before is the name of a secret option
     for argument in arguments:
-        name, given, _ = argument.partition("=")
-        hidden = is_secret(name) and (bool(given) or name.startswith("-"))
-        if follows and not argument.startswith("-"):
+        name, equals, _ = argument.partition("=")
+        is_hidden = is_secret(name) and (bool(equals) or name.startswith("-"))
+        if secret_follows and not argument.startswith("-"):
             shown.append(HIDDEN)
-        elif hidden and given:
+        elif is_hidden and equals:
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(TOKEN.sub(HIDDEN, LOGIN.sub(f"://{HIDDEN}@", argument)))
-        follows = hidden and not given
+        secret_follows = is_hidden and not equals
     return shown
 
 
 def is_secret(name: str) -> bool:
+    """Whether a name, such as --api_key or apiKey, has one of the words SECRET in it."""
     words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return not SECRET.isdisjoint(words)
 
 
 def without_secret_values(named: dict[str, Any]) -> dict[str, Any]:
-    """Texts under names such as "api_key" are left out."""
-    return {name: HIDDEN if isinstance(one, str) and is_secret(name) else one for name, one in named.items()}
+    """The same values by name, with HIDDEN in the place of texts under names such as "api_key"."""
+    return {
+        key: HIDDEN if isinstance(value, str) and is_secret(key) else value for key, value in named.items()
+    }
 
 
 def of_run() -> dict:
-    """What a recording says of a run: its command and script, the time, and the versions of the loaded libraries that need torch."""
-    found = {"python": platform.python_version()}
+    """What a recording says of a run: its command and script, the time, and versions.
+
+    These are the versions of Python, of torch, and of the loaded libraries that need torch.
+    """
+    loaded = {"python": platform.python_version()}
     for name in sorted(name for name in sys.modules if "." not in name):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-            needed = importlib.metadata.requires(name) or []
-            if name == "torch" or any(re.match(r"torch(?![\w-])", one) for one in needed):
-                found[name] = importlib.metadata.version(name)
+            requirements = importlib.metadata.requires(name) or []
+            if name == "torch" or any(re.match(r"torch(?![\w-])", line) for line in requirements):
+                loaded[name] = importlib.metadata.version(name)
     script = "" if _is_worker() else printable(sys.argv[0])
-    return {"command": command(), "script": script, "date": now(), "versions": found}
+    return {"command": command(), "script": script, "date": now(), "versions": loaded}
 
 
 @functools.cache
@@ -138,14 +150,17 @@ def cpu() -> str:
 @functools.cache
 def instruction_sets() -> list[str]:
     """Those of INSTRUCTION_SETS that the processor has."""
-    found = {
+    flags = {
         flag for line in _cpuinfo() if line.lower().startswith(("flags", "features")) for flag in line.split()
     }
-    return [name for name in INSTRUCTION_SETS if name in found]
+    return [name for name in INSTRUCTION_SETS if name in flags]
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products. Without them they are emulated, several times slower than float32."""
+    """Whether the processor has instructions for bfloat16 products.
+
+    Without them they are emulated, several times slower than float32.
+    """
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(instruction_sets()))
 
 
@@ -178,7 +193,10 @@ def difference(library: str) -> str:
 
 
 def unlike(one: dict[str, str], other: dict[str, str]) -> str:
-    """ "torch 2.13.0 against 2.12.1": the libraries that two runs recorded with different versions, or one of them not at all."""
+    """ "torch 2.13.0 against 2.12.1": the libraries that two runs recorded with different versions.
+
+    A library that only one of them recorded is "missing" in the other.
+    """
     names = [name for name in (one | other) if one.get(name) != other.get(name)]
     return ", ".join(
         f"{name} {one.get(name, 'missing')} against {other.get(name, 'missing')}" for name in names

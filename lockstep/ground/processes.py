@@ -12,7 +12,7 @@ from lockstep.ground.errors import printable
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 30  # seconds for a program to end
-# What gloo and NCCL say of a rank that has ended: not why it has.
+# What gloo and NCCL say of another rank that has ended. It does not say why.
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 LARGEST = 16 << 20  # bytes of a log; a strategy that prints in every step must not fill the disk
 KEPT = 4 << 20  # bytes of the beginning of a log that is cut, and as many of its end
@@ -71,6 +71,7 @@ def failure(program: str, status: int, log: str) -> str:
     """Why a program failed, in one line, from its exit status and its output."""
     said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
     if said:
+        # The first line that says more than that another rank has ended, if there is one
         return printable(min(said, key=lambda line: bool(LOST.search(line))))
     if status < 0:
         return killed_by(-status)
@@ -79,9 +80,10 @@ def failure(program: str, status: int, log: str) -> str:
 
 
 def cut(path: Path) -> bool:
-    """Cut a log that is larger than LARGEST: whole lines of its beginning and its end are kept, and a line between them says so.
+    """Cut a log that is larger than LARGEST; return whether it was.
 
-    Returns whether it was. What others append in this very moment may be lost.
+    Whole lines of its beginning and its end are kept, and a line between them says so. What others append in this very
+    moment may be lost.
     """
     if path.stat().st_size <= LARGEST:
         return False

@@ -1,7 +1,7 @@
 """Progress: one line that is rewritten on a terminal, plain lines elsewhere.
 
-`screen` shows the lines of this process. A process whose output goes to a log calls `relay` first. Its lines then carry a mark, and the
-process that reads the log hands them to its own screen (`Screen.take`).
+`screen` shows the lines of this process. A process whose output goes to a log calls `relay` first. Its lines then carry
+a mark, and the process that reads the log hands them to its own screen (`Screen.take`).
 """
 
 import contextlib
@@ -128,9 +128,9 @@ class Steps:
             return
         self._shown = now
         line = f"{self._label}: step {number}/{self._total}  loss {step['loss']:.6f}  grad norm {step['grad_norm']:.4f}"
-        each = (now - self._begin) / (number - 1) if number > 1 else 0.0
-        if each:
-            line += f"  {duration((self._total - number) * each)} left  {step['tokens'] / each:.0f} tokens/s"
+        seconds = (now - self._begin) / (number - 1) if number > 1 else 0.0
+        if seconds:
+            line += f"  {duration((self._total - number) * seconds)} left  {step['tokens'] / seconds:.0f} tokens/s"
         line += f"  {memory / 2**30:.2f} GiB"
         screen.state(line, stays=stays)
 
@@ -172,7 +172,7 @@ class Bytes:
     """
 
     def __init__(self, what: str, total: int | None):
-        self._what, self._total, self._done, self._said = what, total, 0, False
+        self._what, self._total, self._done, self._has_shown = what, total, 0, False
         self._screen, self._start = Screen(sys.stderr), time.monotonic()
         first, often = (1.0, OFTEN) if sys.stderr.isatty() else (10.0, 30.0)
         self._next, self._often = self._start + first, often
@@ -182,7 +182,7 @@ class Bytes:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next, self._said = now + self._often, True
+        self._next, self._has_shown = now + self._often, True
         line = f"{self._what}: {self._done / 1e6:.0f} MB"
         if self._total:
             left = (now - self._start) * max(0.0, self._total / self._done - 1) if self._done else 0.0
@@ -190,7 +190,7 @@ class Bytes:
         self._screen.state(line, stays=True)
 
     def end(self) -> None:
-        if self._said:
+        if self._has_shown:
             self._screen.note(
                 f"{self._what}: {self._done / 1e6:.0f} MB in {duration(time.monotonic() - self._start)}"
             )

@@ -16,9 +16,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 NotNegative = Annotated[Finite, Field(ge=0)]
 Depth = Annotated[int, Field(ge=1, le=10_000)]  # layers
 MayBreakDown = float  # may be NaN or infinite, as in a run that broke down
-Name = Annotated[
-    str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")
-]  # may be shown
+# May be shown: it has no control characters
+Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 Names = Annotated[tuple[Name, ...], Field(strict=False)]  # JSON has lists for tuples
 Size = Annotated[int, Field(ge=0, le=2**40)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, max_length=8)]
@@ -44,7 +43,10 @@ class Origin(Strict):
 
 
 class Architecture(Strict):
-    """The entries of a model's config.json that the readers use. There may be any others: the model is built from all of them."""
+    """The entries of a model's config.json that the readers use.
+
+    There may be any others: the model is built from all of them.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -59,7 +61,8 @@ class Architecture(Strict):
 
 
 Schema = TypeVar("Schema", bound=BaseModel)
-# What pydantic adds to the place of an error for the member of a union that it tried: "constrained-int", "list[constrained-int]", "bool".
+# What pydantic adds to the place of an error for the member of a union that it tried: "constrained-int",
+# "list[constrained-int]", "bool".
 UNION_MEMBER = re.compile(r"constrained-\w+|\w+\[.*\]|bool|int")
 
 

@@ -1,4 +1,6 @@
-"""What a program does before it imports anything that takes time, and how it ends: Ctrl-C, SIGTERM and a missing package are one line each.
+"""What a program does before it imports anything that takes time, and how it ends.
+
+Ctrl-C, SIGTERM and a missing package are one line each.
 
 Every program begins with
 
@@ -7,10 +9,10 @@ Every program begins with
 
         startup.begin()
 
-and ends with `startup.end(status)`. In between, Ctrl-C ends it at once, with one line and status 130, and SIGTERM, which SLURM sends, with
-status 143. A KeyboardInterrupt would not do: libraries lose it or turn it into other errors. There is nothing to clean up while they are
-imported or while Ray starts (its processes end with this one). Code that has something to clean up runs in `cleaning_up`, which raises
-KeyboardInterrupt for both. This file must be readable by Python 3.6.
+and ends with `startup.end(status)`. In between, Ctrl-C ends it at once, with one line and status 130, and SIGTERM, which
+SLURM sends, with status 143. A KeyboardInterrupt would not do: libraries lose it or turn it into other errors. There is
+nothing to clean up while they are imported or while Ray starts (its processes end with this one). Code that has something
+to clean up runs in `cleaning_up`, which raises KeyboardInterrupt for both. This file must be readable by Python 3.6.
 """
 
 import atexit
@@ -23,17 +25,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# What a recorded run is judged with
+# The packages that a recorded run is judged with
 JUDGING = ("numpy", "pydantic", "safetensors", "torch", "jinja2")
 PACKAGES = (*JUDGING, "transformers")  # what every other program needs
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Signal -> the word that says so. A signal that the parent ignores, as a shell does with SIGINT for `&`, is ignored here, too.
+# Signal -> the word for a program that it has ended. A signal that the parent ignores, as a shell does with SIGINT for `&`,
+# is ignored here, too.
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-DEFAULTS = (
-    signal.default_int_handler,
-    signal.SIG_DFL,
-)  # who handles them unless somebody has decided otherwise
-# What the line says after the word, or a function that finds it out in that moment; a program may set it.
+# The handlers of these signals unless somebody has set others
+DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
+# What the line says after the word, or a function that finds it out in that moment. A program may set it.
 state: "str | Callable[[], str]" = ""
 # Functions that end processes which would outlive this one for a while
 end_helpers: "list[Callable[[], object]]" = []
@@ -50,15 +51,16 @@ def program() -> str:
 
 
 def stopped() -> "tuple[str, int]":
-    """(what to say of the signal that has ended the program, its exit status: 128 + the signal)."""
-    after = state() if callable(state) else state
-    return WORDS[_received] + (f"; {after}" if after else ""), 128 + _received
+    """(message about the signal that has ended the program, its exit status: 128 + the signal)."""
+    remark = state() if callable(state) else state
+    return WORDS[_received] + (f"; {remark}" if remark else ""), 128 + _received
 
 
 def speaks() -> bool:
     """Whether this process says that a signal has ended it.
 
-    Of a launcher's ranks the first one does, and of Ctrl-C alone: SIGTERM is how the launcher ends the ranks when one has failed.
+    Of a launcher's ranks only the first one does, and only for Ctrl-C: SIGTERM is how the launcher ends the ranks when one
+    has failed.
     """
     rank = os.environ.get("RANK")
     return rank is None or (rank == "0" and _received == signal.SIGINT)
@@ -67,8 +69,8 @@ def speaks() -> bool:
 def stop_at_once(number: int = signal.SIGINT, _frame: object = None) -> NoReturn:
     """Say that the program was stopped, and end it. A second signal does not wait."""
     _receive(number)
-    for each in WORDS:
-        signal.signal(each, lambda *_: os._exit(128 + number))
+    for handled in WORDS:
+        signal.signal(handled, lambda *_: os._exit(128 + number))
     with contextlib.suppress(Exception):  # it may be what was interrupted
         sys.stdout.flush()
     if speaks():
@@ -81,13 +83,16 @@ def stop_at_once(number: int = signal.SIGINT, _frame: object = None) -> NoReturn
 
 def _stop_cleanly(number: int, _frame: object) -> NoReturn:
     _receive(number)
-    for each in WORDS:
-        signal.signal(each, stop_at_once)  # the second one does not wait for the cleaning up
+    for handled in WORDS:
+        signal.signal(handled, stop_at_once)  # the second one does not wait for the cleaning up
     raise KeyboardInterrupt(WORDS[_received])
 
 
 def _receive(number: int) -> None:
-    """Remember the signal. End a forked process, such as a child that has not become another program yet: signals reach the whole group."""
+    """Remember the signal. End a forked process, such as a child that has not become another program yet.
+
+    Signals reach the whole group of processes.
+    """
     global _received
     if os.getpid() != _process:
         os._exit(128 + number)
@@ -98,8 +103,8 @@ def _receive(number: int) -> None:
 def importing() -> "Iterator[None]":
     """Around imports of torch, transformers or Ray: the garbage collector would look through what stays, again and again.
 
-    That is a second of a core while they are imported, and later half a second in each process that is forked from this one, whose memory
-    is copied when it is looked at.
+    That is a second of a core while they are imported, and later half a second in each process that is forked from this
+    one, whose memory is copied when it is looked at.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
@@ -142,7 +147,10 @@ def _require_environment(packages: "tuple[str, ...]") -> None:
 
 
 def begin(packages: "tuple[str, ...]" = PACKAGES) -> None:
-    """From now on Ctrl-C and SIGTERM end the program with one line. Ends it now, with status 2, where one of the packages is missing."""
+    """From now on Ctrl-C and SIGTERM end the program with one line.
+
+    Ends it now, with status 2, if one of the packages is missing.
+    """
     global _process
     _process = os.getpid()
     for number in WORDS:

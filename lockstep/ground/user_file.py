@@ -29,7 +29,7 @@ def absolute(text: str) -> str:
 
 
 def sha256(text: str, option: str) -> str:
-    """Of the file. Raises UserError if it cannot be read."""
+    """The SHA-256 of the file that the text names. Raises UserError if it cannot be read."""
     path = Path(text.rpartition(":")[0])
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -44,10 +44,10 @@ def load(text: str, option: str) -> Callable[..., Any]:
         module = import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except Exception as error:  # noqa: BLE001 - a user's file may raise anything
         raise UserError(f"{option} {text}: the file cannot be imported ({first_line(error)})") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         raise UserError(f"{option} {text}: the file has no function or class {name}")
-    return found
+    return member
 
 
 def is_installed(path: Path) -> bool:
@@ -57,18 +57,18 @@ def is_installed(path: Path) -> bool:
 
 def own_paths() -> list[str]:
     """The folders that Python looks for modules in, such as the script's, without those of installed packages."""
-    folders = [Path(one).absolute() for one in sys.path]
-    return [str(one) for one in folders if one.is_dir() and not is_installed(one)]
+    folders = [Path(entry).absolute() for entry in sys.path]
+    return [str(folder) for folder in folders if folder.is_dir() and not is_installed(folder)]
 
 
 def search(folder: Path) -> None:
-    """Modules are found in a folder, too, as those beside a script are by Python."""
+    """Let Python find modules in a folder, too, as it finds those beside a script."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 class OnlyOutside:
-    """A finder of Python's, which lets no module of a folder be imported."""
+    """A finder for Python's import system that lets no module of a folder be imported."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
@@ -88,8 +88,8 @@ class OnlyOutside:
 
 
 def run_nothing_of(folder: Path) -> None:
-    """From now on no code of a folder is run, such as of one that somebody else wrote."""
-    if not any(isinstance(one, OnlyOutside) and one.folder == folder.resolve() for one in sys.meta_path):
+    """From now on run no code of a folder, such as of one that somebody else wrote."""
+    if not any(isinstance(item, OnlyOutside) and item.folder == folder.resolve() for item in sys.meta_path):
         sys.meta_path.insert(0, OnlyOutside(folder))
 
 
@@ -101,7 +101,7 @@ def require_to_run(file: Path) -> None:
 
 
 def module_name(path: Path) -> str:
-    """Of a file that is no module by its place."""
+    """The name of the module that is made of a file, which is no module by its place."""
     return f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 

@@ -14,7 +14,7 @@ from lockstep.inputs import shapes
 from lockstep.inputs.hub import hub_file
 from lockstep.inputs.modules import LIKE_LLAMA
 
-# Everything that makes tensor parallelism go wrong, small: grouped KV heads, q/k/v biases, tied embeddings.
+# A small model with all that makes tensor parallelism go wrong: grouped KV heads, q/k/v biases, tied embeddings.
 TINY_QWEN2 = {
     "model_type": "qwen2",
     "vocab_size": 2048,
@@ -33,10 +33,10 @@ TINY_QWEN2 = {
     "attention_dropout": 0.0,
 }
 
-# norms on the heads of q and k, whose weights every tp rank holds and only part of the heads teach; no biases
+# Norms on the heads of q and k: every tp rank holds their weights, and its gradient comes from its own heads alone. No biases.
 TINY_QWEN3 = {**TINY_QWEN2, "model_type": "qwen3", "head_dim": 16, "attention_bias": False}
 
-# embedding and head are two matrices; no biases
+# Embedding and head are two matrices. No biases.
 TINY_LLAMA = {
     **TINY_QWEN2,
     "model_type": "llama",
@@ -45,7 +45,8 @@ TINY_LLAMA = {
     "mlp_bias": False,
 }
 
-# learned positions, of which a short sequence leaves some untaught; biases everywhere; transposed weights; q, k and v in one matrix
+# Learned positions, some of which get no gradient from a short sequence; biases everywhere; transposed weights; q, k and v in one
+# matrix.
 TINY_GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 2048,
@@ -79,9 +80,9 @@ GPT2 = {
 
 BUILT_IN = {  # content of config.json
     "tiny-qwen2": TINY_QWEN2,
-    # tp does not divide it: the last shard is shorter
+    # a vocabulary that tp does not divide: the last shard is shorter
     "tiny-qwen2-odd-vocab": {**TINY_QWEN2, "vocab_size": 2047},
-    # heads that tp 4 divides: a factor of tp is then no factor of 2
+    # KV heads that tp 4 divides: a factor of tp is then told from a factor of 2
     "tiny-qwen2-4kv": {**TINY_QWEN2, "num_attention_heads": 8, "num_key_value_heads": 4},
     "tiny-qwen3": TINY_QWEN3,
     "tiny-llama": TINY_LLAMA,
@@ -155,14 +156,15 @@ BUILT_IN = {  # content of config.json
     "gpt2-medium": {**GPT2, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
     "gpt2-large": {**GPT2, "hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20},
 }
-HUB_IDS = {
-    name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")
-}  # of their weights
+# Built-in model -> the hub id of its weights
+HUB_IDS = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large")}
 NO_DROPOUT = dict.fromkeys(HUB_IDS, " (its dropouts are 0, those of the published model 0.1)")
+# Hub id -> the built-in model that takes its place where the hub cannot be reached
 HUB_STAND_INS = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B"}
 LARGEST_CONFIG = 1 << 24  # bytes
 _BUILT_IN_SOURCE = "built-in architecture"
-SPLIT_BY_TP = {  # of which every tp rank takes an equal share
+# Key of a config -> what it counts. Every tp rank takes equally many.
+SPLIT_BY_TP = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "KV heads",
     "intermediate_size": "MLP columns",
@@ -199,7 +201,7 @@ def resolve(model_name: str, num_layers: int | None = None) -> tuple[dict, str]:
 
 
 def of_layers(architecture: dict) -> dict[str, list]:
-    """The entries that say something of each layer, such as layer_types."""
+    """The entries that have a value for each layer, such as layer_types."""
     depth = architecture.get("num_hidden_layers")
     return {
         key: value for key, value in architecture.items() if isinstance(value, list) and len(value) == depth
@@ -207,7 +209,7 @@ def of_layers(architecture: dict) -> dict[str, list]:
 
 
 def with_layers(architecture: dict, chosen: list[int]) -> dict:
-    """The model with these of its layers alone."""
+    """The architecture with the `chosen` layers alone, which are given by their numbers."""
     cut = {key: [value[layer] for layer in chosen] for key, value in of_layers(architecture).items()}
     return {**architecture, **cut, "num_hidden_layers": len(chosen)}
 
@@ -219,7 +221,7 @@ def in_words(architecture: dict) -> str:
 
 
 def is_built_in(source: str) -> bool:
-    """Whether this source, as `resolve` gives it, is that of a BUILT_IN model, which tests cover, and not of a user's."""
+    """Whether a source, as `resolve` returns it, is that of a BUILT_IN model, which tests cover, and not of a user's."""
     return source.startswith(_BUILT_IN_SOURCE)
 
 
@@ -231,12 +233,12 @@ def find(model_name: str) -> tuple[dict, str]:
         raise UserError(f"--model_name is empty; give a folder, a hub id, or one of {', '.join(BUILT_IN)}")
     folder = Path(os.path.expanduser(model_name))
     if folder.is_dir():
-        own = folder / "config.json"
-        if not own.exists():
+        config_file = folder / "config.json"
+        if not config_file.exists():
             raise UserError(
                 f"--model_name {model_name}: the folder has no config.json; give a Hugging Face model folder"
             )
-        return _read_config(own), f"config of {folder}"
+        return _read_config(config_file), f"config of {folder}"
     path, problem = hub_file(model_name, "config.json")
     if path is not None:
         return _read_config(path), f"config of {model_name} from the hub"
@@ -267,16 +269,16 @@ def tensor_parallel_problem(architecture: dict, tp_size: int) -> str | None:
             f"--tp_size {tp_size}: layers of {', '.join(LIKE_LLAMA)} are cut here, and the model is {architecture['model_type']}; choose "
             "--tp_size 1, or transformers' own tensor parallelism (examples/transformers_tp.py)"
         )
-    for key, what in SPLIT_BY_TP.items():
+    for key, noun in SPLIT_BY_TP.items():
         if architecture[key] % tp_size:
-            divisors = range(1, architecture[key] + 1)
-            fits = [n for n in divisors if all(architecture[k] % n == 0 for k in SPLIT_BY_TP)]
+            candidates = range(1, architecture[key] + 1)
+            allowed = [n for n in candidates if all(architecture[k] % n == 0 for k in SPLIT_BY_TP)]
             return (
-                f"--tp_size {tp_size} does not divide the model's {architecture[key]} {what} ({key}); "
-                f"choose --tp_size from {', '.join(map(str, fits))}"
+                f"--tp_size {tp_size} does not divide the model's {architecture[key]} {noun} ({key}); "
+                f"choose --tp_size from {', '.join(map(str, allowed))}"
             )
     vocabulary = architecture["vocab_size"]
-    # The strategies cut any other size differently
+    # With any other remainder, the strategies cut the vocabulary differently
     if vocabulary % tp_size not in (0, tp_size - 1):
         return (
             f"--tp_size {tp_size} leaves a rest of {vocabulary % tp_size} of the model's {vocabulary} vocabulary entries "

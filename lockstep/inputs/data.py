@@ -1,8 +1,8 @@
 """Corpus -> tokens -> packed windows -> the batch of one step and one DP rank.
 
-Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). Ranks that differ only along other axes than dp get the same batch, DP ranks disjoint ones;
-neither the strategy nor the number of steps matters. Documents are joined with a separator and cut into windows of seq_length + 1 tokens,
-without padding. torch is not imported before a batch is made.
+Everything is a function of (corpus, tokenizer, seq_length, seed, step, dp_rank). Ranks that differ only along other axes than dp get the
+same batch, DP ranks get disjoint ones. Neither the strategy nor the number of steps matters. Documents are joined with a separator and cut
+into windows of seq_length + 1 tokens, without padding. torch is not imported before a batch is made.
 """
 
 import functools
@@ -42,19 +42,19 @@ class Corpus:
         return len(self.tokens) // self.width
 
     def windows(self, indices: np.ndarray) -> np.ndarray:
-        """The windows (len(indices), width) int32."""
+        """The windows with these numbers: (len(indices), width) int32."""
         return np.stack([self.tokens[index * self.width :][: self.width] for index in indices.tolist()])
 
     def __reduce__(self) -> tuple[Callable[..., "Corpus"], tuple]:
-        about = (self.width, self.tokenizer_name, self.sha256)
+        other_fields = (self.width, self.tokenizer_name, self.sha256)
         if isinstance(self.tokens, np.memmap):
-            return _reopened, (Path(str(self.tokens.filename)), *about)
-        return Corpus, (self.tokens, *about)
+            return _reopened, (Path(str(self.tokens.filename)), *other_fields)
+        return Corpus, (self.tokens, *other_fields)
 
 
 def _reopened(path: Path, width: int, tokenizer_name: str, sha256: str) -> Corpus:
-    tokens, found = opened(path) or (np.empty(0), None)
-    if found != sha256:
+    tokens, found_sha256 = opened(path) or (np.empty(0), None)
+    if found_sha256 != sha256:
         raise UserError(
             f"{path}: on {socket.gethostname()} it is missing or holds other tokens; set --data_cache_dir to a folder "
             "that all machines share"
@@ -73,7 +73,7 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize and pack a whole corpus, or find its tokens in the cache folder (lockstep/inputs/token_cache.py).
 
-    Raises UserError if the text is missing, empty, or too short for one step.
+    Raises UserError if the text is missing, empty, or too short for one step and the `held_out` windows.
     """
     tokens, sha256 = corpus_tokens(dataset_name, tokenizer, cache_folder)
     corpus = Corpus(tokens, seq_length + 1, tokenizer.name, sha256)
@@ -88,7 +88,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Batches:
-    """The windows of each step: a new permutation for each epoch, cut into global batches and these into DP shares."""
+    """The windows of each step: a new permutation for each epoch, cut into global batches, and each of these among the DP ranks."""
 
     corpus: Corpus
     seed: int
@@ -97,7 +97,7 @@ class Batches:
     num_micro_batches: int
     held_out: int = 0  # windows at the end of the corpus that are not trained on
     made: Samples = Samples()
-    # Step -> its windows. Not of a copy by `dataclasses.replace`, which may be cut otherwise.
+    # The step asked for last -> its windows. `dataclasses.replace` does not copy them, as the copy may have other batches.
     _last: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
@@ -119,21 +119,21 @@ class Batches:
 
     def windows(self, step: int, dp_rank: int) -> np.ndarray:
         """The windows (num_micro_batches, batch_size, seq_length + 1) of one step (from 0) and one DP rank."""
-        shares = (self.dp_size, self.num_micro_batches, self.batch_size, -1)
-        return self._global_batch(step).reshape(shares)[dp_rank]
+        shape = (self.dp_size, self.num_micro_batches, self.batch_size, -1)
+        return self._global_batch(step).reshape(shape)[dp_rank]
 
     def _global_batch(self, step: int) -> np.ndarray:
-        """The windows (windows_per_step, seq_length + 1) of a step. Those of the last step asked for are kept."""
+        """The windows (windows_per_step, seq_length + 1) of a step. Those of the step asked for last are kept."""
         if step in self._last:
             return self._last[step]
-        epoch, position = divmod(step, self.steps_per_epoch)
-        first = position * self.windows_per_step
-        order = places(first, self.windows_per_step, self.num_windows, seed=self.seed, epoch=epoch)
-        found = self.corpus.windows(order)
-        found.flags.writeable = False
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.windows_per_step
+        indices = places(first, self.windows_per_step, self.num_windows, seed=self.seed, epoch=epoch)
+        windows = self.corpus.windows(indices)
+        windows.flags.writeable = False
         self._last.clear()
-        self._last[step] = found
-        return found
+        self._last[step] = windows
+        return windows
 
     def independent_tokens(self, step: int) -> float:
         """`independent_tokens` of the global batch of a step (from 0)."""
@@ -149,11 +149,14 @@ class Batches:
         """(input_ids, labels, *further inputs), each (batch_size, seq_length) int64 on the device, for each micro batch."""
         import torch
 
-        parts = (torch.from_numpy(each).to(device) for each in self.made.of(self.windows(step, dp_rank)))
-        return list(zip(*parts, strict=True))
+        tensors = (torch.from_numpy(array).to(device) for array in self.made.of(self.windows(step, dp_rank)))
+        return list(zip(*tensors, strict=True))
 
     def held_out_batches(self) -> Iterator[tuple["torch.Tensor", ...]]:
-        """(input_ids, labels, *further inputs), each (at most batch_size, seq_length) int64 on the CPU: the windows that are not trained on."""
+        """(input_ids, labels, *further inputs), each (at most batch_size, seq_length) int64 on the CPU.
+
+        One tuple for each batch of the windows that are not trained on.
+        """
         import torch
 
         for first in range(self.num_windows, self.corpus.num_windows, self.batch_size):
@@ -175,16 +178,16 @@ def independent_tokens(input_ids: np.ndarray, labels: np.ndarray) -> float:
 
 
 def window_hashes(micro_batches: list[tuple["torch.Tensor", ...]]) -> list[int]:
-    """48 bits of the SHA-256 of each sequence that a rank really feeds its model, in order. A float64 can carry 48 bits."""
+    """48 bits of the SHA-256 of each sequence that a rank really feeds its model, in order. A float64 holds 48 bits exactly."""
     return [
-        int.from_bytes(hashlib.sha256(b"".join(part.tobytes() for part in sample)).digest()[:6], "big")
+        int.from_bytes(hashlib.sha256(b"".join(row.tobytes() for row in sample)).digest()[:6], "big")
         for micro_batch in micro_batches
-        for sample in zip(*(part.cpu().numpy() for part in micro_batch), strict=True)
+        for sample in zip(*(tensor.cpu().numpy() for tensor in micro_batch), strict=True)
     ]
 
 
 def global_batch_hash(hashes: list[int]) -> str:
-    """Hash of a step's global batch from the hashes of its windows, in order. It does not depend on the DP shares."""
+    """Hash of a step's global batch from the hashes of its windows, in order. It does not depend on dp_size."""
     return hashlib.sha256(" ".join(map(str, hashes)).encode()).hexdigest()[:16]
 
 
@@ -199,34 +202,37 @@ class Inputs:
     start: Start
 
 
-# A network of few bits mixes slowly: with 4 rounds, small n show (tests/inputs/test_order.py)
+# A Feistel network of few bits mixes slowly: with 4 rounds, a small n is seen to be badly mixed (tests/inputs/test_order.py)
 ROUNDS = 12
 
 
 def permuted(indices: np.ndarray, n: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The images (len(indices),) int64 in [0, n) of the indices, each in [0, n), in this epoch."""
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits of either half
-    low = np.uint64((1 << int(half)) - 1)
+    """The images (len(indices),) int64 of the indices under the permutation of [0, n) of this epoch.
+
+    It is a Feistel network with cycle walking: an image that is not below n is permuted again.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits of either half of an index
+    mask = np.uint64((1 << int(half)) - 1)
     keys = np.frombuffer(hashlib.shake_256(f"{seed} {epoch}".encode()).digest(8 * ROUNDS), dtype="<u8")
-    found = np.asarray(indices, dtype=np.uint64)
-    outside = np.ones(found.shape, dtype=bool)
-    while outside.any():
-        left, right = found[outside] >> half, found[outside] & low
+    images = np.asarray(indices, dtype=np.uint64)
+    is_outside = np.ones(images.shape, dtype=bool)
+    while is_outside.any():
+        left, right = images[is_outside] >> half, images[is_outside] & mask
         for key in keys:
-            left, right = right, left ^ (scrambled(right ^ key) & low)
-        found[outside] = left << half | right
-        outside = found >= n
-    return found.astype(np.int64)
+            left, right = right, left ^ (scrambled(right ^ key) & mask)
+        images[is_outside] = left << half | right
+        is_outside = images >= n
+    return images.astype(np.int64)
 
 
-BLOCK = 4096
+BLOCK = 4096  # indices that are permuted at once
 
 
 def places(first: int, count: int, n: int, *, seed: int, epoch: int) -> np.ndarray:
-    """`permuted` of first, first + 1, ..., in cached blocks: a step needs a few, and one costs as much as a block."""
+    """`permuted` of `count` indices from `first` on. Blocks are cached: a step needs a few images, and one takes as long as a block."""
     blocks = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
-    found = np.concatenate([_block(block, n, seed, epoch) for block in blocks])
-    return found[first - blocks[0] * BLOCK :][:count]
+    images = np.concatenate([_block(block, n, seed, epoch) for block in blocks])
+    return images[first - blocks[0] * BLOCK :][:count]
 
 
 @functools.lru_cache(maxsize=4)

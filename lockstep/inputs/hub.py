@@ -18,7 +18,7 @@ def hub_file(repo: str, filename: str) -> tuple[Path | None, str]:
     try:
         cached = try_to_load_from_cache(repo, filename)
         if not isinstance(cached, str):
-            # It asks once. hf_hub_download would ask a hub that does not answer six times more, a minute each.
+            # This asks once. hf_hub_download would ask a hub that does not answer six more times, for a minute each.
             get_hf_file_metadata(hf_hub_url(repo, filename), timeout=PATIENCE)
             cached = hf_hub_download(repo, filename, etag_timeout=PATIENCE)
         return Path(cached), ""

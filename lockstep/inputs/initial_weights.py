@@ -28,12 +28,12 @@ def pretrained_file(model_name: str) -> Path:
         )
     folder = Path(os.path.expanduser(model_name))
     if os.path.isdir(folder):
-        found = next((path for name in (_SINGLE, f"model{INDEX}") if (path := folder / name).exists()), None)
-        if found is None:
+        local = next((path for name in (_SINGLE, f"model{INDEX}") if (path := folder / name).exists()), None)
+        if local is None:
             raise UserError(
                 f"{where} has no {_SINGLE} and no model{INDEX}; save the model with save_pretrained"
             )
-        return found.absolute()
+        return local.absolute()
     single, problem = hub_file(model_name, _SINGLE)
     if single is not None:
         return single
@@ -51,25 +51,25 @@ def pretrained_file(model_name: str) -> Path:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run's initial weights are: drawn from a seed, those of a pretrained model or of a file; and where they are written first."""
+    """Where a run's initial weights come from: a seed, a pretrained model or a file. They may be written to a file first."""
 
     model_name: str
     pretrained: bool
     path: Path | None  # --init_weights_path
-    save: bool  # write them there first
+    save: bool  # write them to `path` first
     overwrite: bool
     seed: int
-    perturbed_in: str | None = None  # the dtype by an ulp of which every weight is then perturbed
+    perturbed_in: str | None = None  # a dtype: every weight is then perturbed by one ulp of it
 
     @property
     def written(self) -> Path | None:
-        """The file that the weights are written to; None if they are not. Raises UserError if none is named."""
+        """The file that the weights are written to; None if they are not written. Raises UserError if no file is named."""
         if self.save and self.path is None:
             raise UserError("--save_init_weights needs --init_weights_path, the file to write")
         return self.path if self.save else None
 
     def file(self) -> Path | None:
-        """The file from which the weights are read, before they may be saved. None: they are drawn from the seed."""
+        """The file that the weights are read from, before they are saved; None if they are drawn from the seed."""
         if self.pretrained:
             return pretrained_file(self.model_name)
         return None if self.save else self.path
@@ -86,21 +86,21 @@ class Start:
 
     def describe(self) -> str:
         """The source for the first line of a run, with the file and the dtypes that are cast."""
-        path, shown = self.file(), self.origin()
+        path, source = self.file(), self.origin()
         if path is None:
-            return shown
+            return source
         if not self.pretrained:
-            shown = f"weights of {path}" + ("" if shown == "weights of a file" else f" ({shown})")
+            source = f"weights of {path}" + ("" if source == "weights of a file" else f" ({source})")
         tensors = weight_files.read(path, str(path)).tensors.values()
         dtypes = sorted({str(tensor.dtype) for tensor in tensors} & set(FLOATS[1:]))
-        return shown + (f", {' and '.join(dtypes)} cast to float32" if dtypes else "").replace("torch.", "")
+        return source + (f", {' and '.join(dtypes)} cast to float32" if dtypes else "").replace("torch.", "")
 
     def check(self, architecture: dict, *, fewer_layers: bool) -> None:
         """Raise UserError unless a run can read these weights, and write those that it saves; see `weights.check`."""
         if self.written is not None:
             weights.check_new(self.written, architecture, self.origin(), overwrite=self.overwrite)
             files.require_writable_file(self.written, "--init_weights_path")
-        start = self.file()
-        if start is not None:
+        path = self.file()
+        if path is not None:
             option = "--pretrained" if self.pretrained else "--init_weights_path"
-            weights.check(start, architecture, option=option, fewer_layers=fewer_layers)
+            weights.check(path, architecture, option=option, fewer_layers=fewer_layers)

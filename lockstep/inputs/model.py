@@ -41,31 +41,31 @@ def causal_lm_loss(
     """Mean cross-entropy over all B x S positions, in float32; `labels` (B, S) are already shifted by one.
 
     With `num_labels` it is the sum over the positions that have a label, divided by this number. `position_ids` (1, S) or (B, S) are the
-    positions in the sequence or in its documents; None means all of them. `further` are other inputs of the model, such as a mask. Calls the
-    model's own `loss_function`, which a strategy with sharded logits replaces.
+    positions in the sequence or in its documents; None means all of them. `further` are other inputs of the model, such as a mask. The
+    model's own `loss_function` is called, which a strategy with sharded logits replaces.
     """
-    counted = {} if num_labels is None else {"num_items_in_batch": num_labels}
+    divisor = {} if num_labels is None else {"num_items_in_batch": num_labels}
     return model(
         input_ids=input_ids,
         labels=labels,
         shift_labels=labels,
         position_ids=position_ids,
         use_cache=False,
-        **counted,
+        **divisor,
         **further,
     ).loss
 
 
-OUTSIDE = -1  # what torch says of a thread that runs no backward pass
+OUTSIDE = -1  # torch's id of the backward pass, in a thread that runs none
 
 
 def being_recomputed() -> bool:
-    """Whether this thread computes something again, whoever has turned checkpointing on: a forward pass within a backward pass is one."""
+    """Whether this thread computes something again, whoever turned checkpointing on: the forward pass is within a backward pass."""
     return torch._C._current_graph_task_id() != OUTSIDE
 
 
 def checkpoint_layers(model: "PreTrainedModel") -> None:
-    """Let every layer keep its input alone and compute the rest again in the backward pass (arXiv 1604.06174), in place.
+    """Let every layer keep only its input, and compute the rest again in the backward pass (arXiv 1604.06174), in place.
 
     This is transformers' own, without reentrant autograd. Call it before the model is sharded.
     """

@@ -12,7 +12,8 @@ from lockstep.ground import schemas
 if TYPE_CHECKING:
     import torch
 
-HEAD = "lm_head"  # as a part of a model, beside its layers and EMBEDDING
+# The parts of a model beside its layers (`Names.unit_of`)
+HEAD = "lm_head"
 EMBEDDING = "embedding"
 _REMEMBERED = "lockstep_names"
 
@@ -26,7 +27,7 @@ class Names(schemas.Strict):
     head: str  # its output is the logits, and its weight may be the embedding's
     attention: str
     mlp: str
-    # ends of names inside the attention whose last dim is not that of the heads; () if that is not known
+    # ends of the names of outputs inside the attention whose last dim is not that of the heads; () if that is not known
     not_on_heads: schemas.Names
     linears: schemas.Names  # linear layers without a bias
     biased: schemas.Names  # and with one
@@ -51,8 +52,8 @@ class Names(schemas.Strict):
 
     def layer_of(self, name: str) -> int:
         """The number of the layer that a tensor belongs to, from 0; -1 if it belongs to none."""
-        found = re.match(rf"{re.escape(self.layers)}\.([0-9]{{1,5}})\.", name)
-        return int(found[1]) if self.layers and found else -1
+        match = re.match(rf"{re.escape(self.layers)}\.([0-9]{{1,5}})\.", name)
+        return int(match[1]) if self.layers and match else -1
 
     def unit_of(self, name: str) -> str | int:
         """The part of the model that a tensor belongs to: the number of its layer, EMBEDDING, or HEAD with the norm before it."""
@@ -77,21 +78,21 @@ NOT_ON_HEADS = {
 
 
 def find(model: "torch.nn.Module") -> Names:
-    """The names in a whole model, of transformers or of a user's own."""
+    """The names in a whole model, of transformers or of a user's own. The layers are its largest ModuleList."""
     import torch
 
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
+    model_type = getattr(config, "model_type", "")
     names = {id(module): name for name, module in model.named_modules()}
     if hasattr(model, "get_input_embeddings"):
-        of_transformers: Any = model
-        embedding, head = of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()
+        hf_model: Any = model
+        embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     else:
         embedding = next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)
         head = next((m for m in reversed([*model.modules()]) if isinstance(m, torch.nn.Linear)), None)
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=None)
-    inside = [name for name, _ in layers[0].named_children()] if layers else []
+    module_lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(module_lists, key=lambda modules: sum(p.numel() for p in modules.parameters()), default=None)
+    children = [name for name, _ in layers[0].named_children()] if layers else []
     linears = {
         name: getattr(module, "bias", None) is not None
         for name, module in model.named_modules()
@@ -103,17 +104,17 @@ def find(model: "torch.nn.Module") -> Names:
         embedding=names.get(id(embedding), ""),
         layers=names.get(id(layers), ""),
         head=names.get(id(head), ""),
-        attention=next((name for name in inside if "att" in name), ""),
-        mlp=next((name for name in inside if "mlp" in name), ""),
-        not_on_heads=NOT_ON_HEADS.get(kind, ()),
-        linears=tuple(name for name, biased in linears.items() if not biased),
-        biased=tuple(name for name, biased in linears.items() if biased),
+        attention=next((name for name in children if "att" in name), ""),
+        mlp=next((name for name in children if "mlp" in name), ""),
+        not_on_heads=NOT_ON_HEADS.get(model_type, ()),
+        linears=tuple(name for name, has_bias in linears.items() if not has_bias),
+        biased=tuple(name for name, has_bias in linears.items() if has_bias),
         linear_is_transposed=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
 
 
 def names_in(model: "torch.nn.Module") -> Names:
-    """The names in a live model, sharded or a stage of a pipeline, which was remembered when it was whole (`remember`)."""
+    """The names in a live model, which may be sharded or a stage of a pipeline: those that `remember` kept when it was whole."""
     return getattr(model, _REMEMBERED, None) or find(model)
 
 
@@ -123,8 +124,8 @@ def remember(model: "torch.nn.Module") -> None:
 
 
 def is_tied(model: "torch.nn.Module") -> bool:
-    """Whether embedding and head of a live model share one Parameter. A stage of a pipeline that has not both has none to share."""
-    names, here = names_in(model), dict(model.named_modules())
-    head, embedding = (here.get(name) for name in (names.head, names.embedding))
-    own, other = (getattr(module, "weight", None) for module in (head, embedding))
-    return own is not None and own is other
+    """Whether embedding and head of a live model share one Parameter. A stage of a pipeline that lacks one of them shares none."""
+    names, by_name = names_in(model), dict(model.named_modules())
+    head, embedding = (by_name.get(name) for name in (names.head, names.embedding))
+    head_weight, embedding_weight = (getattr(module, "weight", None) for module in (head, embedding))
+    return head_weight is not None and head_weight is embedding_weight

@@ -1,7 +1,8 @@
 """A model of the user's own: a function in a file that returns a torch.nn.Module.
 
 The module is called with input_ids and labels, each (B, S), the labels already shifted by one. It returns the mean loss over all
-positions that have a label, which is not -100: as a scalar, as `.loss` of an object, under "loss" in a dict, or as the one scalar of a tuple, as in (logits, loss).
+positions that have a label, which is not -100: as a scalar, as `.loss` of an object, under "loss" in a dict, or as the one scalar of a
+tuple, as in (logits, loss).
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ OPTION = "--model"
 
 
 class _Returned(NamedTuple):
-    """FSDP2 looks for tensors in what a module returns, and not in every object."""
+    """What the module returns: a tuple, in which FSDP2 looks for tensors, as it does not in every object."""
 
     loss: torch.Tensor
 
@@ -40,9 +41,9 @@ def _vocab_size(text: str) -> int:
 
 def build(text: str) -> torch.nn.Module:
     """The module, in training mode, with a forward method that takes what transformers' models take. Raises UserError."""
-    make = user_file.load(text, OPTION)
+    make_model = user_file.load(text, OPTION)
     try:
-        model = make()
+        model = make_model()
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise UserError(f"{OPTION} {text}: the function failed ({first_line(error)})") from error
     if not isinstance(model, torch.nn.Module):
@@ -74,12 +75,12 @@ def build(text: str) -> torch.nn.Module:
 
 def _loss_of(result: Any, text: str) -> torch.Tensor:
     """The loss in what a module returned. Raises TrainingFailure."""
-    parts = list(result) if isinstance(result, tuple | list) else [result]
+    candidates = list(result) if isinstance(result, tuple | list) else [result]
     if isinstance(result, dict):
-        parts = [result.get("loss")]
+        candidates = [result.get("loss")]
     elif hasattr(result, "loss"):
-        parts = [result.loss]
-    scalars = [part for part in parts if isinstance(part, torch.Tensor) and part.ndim == 0]
+        candidates = [result.loss]
+    scalars = [value for value in candidates if isinstance(value, torch.Tensor) and value.ndim == 0]
     if len(scalars) != 1:
         raise TrainingFailure(
             f"{OPTION} {text}: the module returned no loss; return a scalar, an object with .loss, or a tuple with one scalar"

@@ -1,4 +1,4 @@
-"""What a window of text is as a sample: which of its tokens have a label, which are padding, and where its documents begin.
+"""How a window of text becomes a sample: which of its tokens have a label, which are padding, and where its documents begin.
 
 Everything is drawn from the window's tokens and the seed alone, so it does not depend on who trains on the window, or when.
 """
@@ -13,7 +13,7 @@ Tensor = TypeVar("Tensor")
 
 IGNORED = -100  # the label of a position that is not trained on, as torch and transformers have it
 PADDING = 0  # the token id at positions that are padding
-DOCUMENTS = 4  # to a window, on average
+DOCUMENTS = 4  # in a window, on average
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Samples:
 
     @property
     def further(self) -> tuple[str, ...]:
-        """What a model is called with beside ids and labels, under the name that transformers has for it; (B, S) int64."""
+        """The names, as in transformers, of the inputs that a model is given beside input_ids and labels; each is (B, S) int64."""
         masks = ("attention_mask",) if self.padding != "none" else ()
         return (*masks, "position_ids") if self.documents == "apart" else masks
 
@@ -42,7 +42,7 @@ class Samples:
         return ("input_ids", "labels", *self.further)
 
     def named(self, further: Iterable[Tensor]) -> dict[str, Tensor]:
-        """What a model is called with beside ids and labels, by name."""
+        """The inputs that a model is given beside input_ids and labels, by name."""
         return dict(zip(self.further, further, strict=True))
 
     @property
@@ -54,37 +54,36 @@ class Samples:
         """input_ids, labels and what `further` names, each (..., S) int64, of windows (..., S + 1)."""
         input_ids, labels = windows[..., :-1].astype(np.int64), windows[..., 1:].astype(np.int64)
         size = labels.shape[-1]
-        places = np.arange(size, dtype=np.uint64)
-        window = windows.sum(-1, dtype=np.uint64)[..., None] + np.uint64(self.seed)
+        positions = np.arange(size, dtype=np.uint64)
+        key = windows.sum(-1, dtype=np.uint64)[..., None] + np.uint64(self.seed)
 
-        def drawn(what: int, below: np.ndarray | int) -> np.ndarray:
-            return scrambled(scrambled(window) + np.uint64(what)) % np.uint64(below)
+        def drawn(draw: int, below: np.ndarray | int) -> np.ndarray:
+            return scrambled(scrambled(key) + np.uint64(draw)) % np.uint64(below)
 
         further = []
-        length: np.ndarray | int = size
+        num_tokens: np.ndarray | int = size
         if self.padding != "none":
-            length = size - drawn(0, 3 * size // 4 + 1)  # tokens of each sample
-            inside = places < length
-            input_ids[~inside], labels[~inside] = PADDING, IGNORED
-            further.append(inside.astype(np.int64))
+            num_tokens = size - drawn(0, 3 * size // 4 + 1)  # of each sample
+            is_token = positions < num_tokens
+            input_ids[~is_token], labels[~is_token] = PADDING, IGNORED
+            further.append(is_token.astype(np.int64))
         if self.labels == "completion":
-            labels[places < drawn(1, 3 * length // 4 + 1)] = IGNORED
+            labels[positions < drawn(1, 3 * num_tokens // 4 + 1)] = IGNORED
         if self.padding == "left":
-            moved = ((places + length) % size).astype(np.int64)
+            sources = ((positions + num_tokens) % size).astype(np.int64)
             input_ids, labels, *further = (
-                np.take_along_axis(each, moved, -1) for each in (input_ids, labels, *further)
+                np.take_along_axis(array, sources, -1) for array in (input_ids, labels, *further)
             )
         if self.documents == "apart":
-            begins = scrambled(scrambled(window) + places + np.uint64(2)) % np.uint64(size) < DOCUMENTS
-            # not within a run of one token: what attends to equal tokens alone has a gradient of rounding errors
-            other = windows[..., 1:] != windows[..., :-1]
-            begins[..., 1:] &= other[..., :-1] & other[..., 1:]
-            begins[..., 0] = True
-            labels[..., :-1][begins[..., 1:]] = (
-                IGNORED  # the first token of another document is not predicted
-            )
-            first = np.maximum.accumulate(np.where(begins, places, 0), -1)
-            further.append((places - first).astype(np.int64))
+            is_first = scrambled(scrambled(key) + positions + np.uint64(2)) % np.uint64(size) < DOCUMENTS
+            # No document begins within a run of equal tokens: attention to them alone has a gradient of nothing but rounding errors.
+            differs = windows[..., 1:] != windows[..., :-1]
+            is_first[..., 1:] &= differs[..., :-1] & differs[..., 1:]
+            is_first[..., 0] = True
+            # The first token of another document is not predicted.
+            labels[..., :-1][is_first[..., 1:]] = IGNORED
+            first_position = np.maximum.accumulate(np.where(is_first, positions, 0), -1)
+            further.append((positions - first_position).astype(np.int64))
         return input_ids, labels, *further
 
 

@@ -1,7 +1,7 @@
 """What a model is: names and shapes of its parameters, settings of its modules, from the model itself on torch's meta device.
 
-Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `describe` keeps what it found in the
-cache folder.
+Importing this imports neither torch nor transformers. Building a model does, which takes four seconds, so `describe` keeps what it found
+in the cache folder.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ OF_FILES = (
 )  # fmt: skip
 
 
+# Key of a config.json -> why a model that has it is refused
 REFUSED = {
     "quantization_config": "quantized weights cannot be trained; give a model without it",
     "auto_map": "code of its own, which is not run; give a model of transformers, or a function with --model path/to/file.py:FUNCTION",
@@ -63,20 +64,20 @@ class Description(schemas.Strict):
 
 
 def settings_of(model: "torch.nn.Module", without: Collection[str] = ()) -> Settings:
-    """The numbers with a fraction that modules were built with: epsilons, scales, dropout. Some modules are left out.
+    """The float attributes that modules were built with: epsilons, scales, dropout. Modules named in `without` are left out.
 
     Whole numbers are left out, because parallel layers change them: a rank has some of the heads.
     """
-    found: Settings = {}
+    settings: Settings = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items() if name not in without else ():
             if isinstance(value, float) and not attribute.startswith("_"):
-                found.setdefault(attribute, {}).setdefault(json.dumps(value), []).append(name)
-    return found
+                settings.setdefault(attribute, {}).setdefault(json.dumps(value), []).append(name)
+    return settings
 
 
 def active_dropout(settings: Settings) -> tuple[float, str] | None:
-    """(the part of the elements that a module drops in training, its name), of the first that does."""
+    """(probability, name) of the first module that drops elements in training; None if there is none."""
     for attribute, values in settings.items():
         if attribute == "p" or "drop" in attribute:
             for value, names in values.items():
@@ -96,9 +97,10 @@ def as_transformers_says(content: dict, where: str) -> dict:
 
 @functools.lru_cache(maxsize=16)
 def _configured(content: str, where: str) -> str:
-    for key, why in REFUSED.items():
+    """`as_transformers_says` from JSON to JSON, which can be cached."""
+    for key, reason in REFUSED.items():
         if json.loads(content).get(key):
-            raise UserError(f"{where} has {key}: {why}")
+            raise UserError(f"{where} has {key}: {reason}")
     try:
         with quiet():
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -109,11 +111,11 @@ def _configured(content: str, where: str) -> str:
             depth = getattr(config, "num_hidden_layers", 1)
             if not 1 <= depth <= DEEPEST:
                 raise ValueError(f"num_hidden_layers is {depth}, and 1 to {DEEPEST} layers can be trained")
-            common = {own: name for name, own in config.attribute_map.items()}
-            found = {
+            common = {own_name: name for name, own_name in config.attribute_map.items()}
+            entries = {
                 common.get(key, key): value for key, value in config.to_dict().items() if key not in OF_FILES
             }
-            return json.dumps(found)
+            return json.dumps(entries)
     except Exception as error:  # noqa: BLE001 - transformers raises anything for a config that is none
         raise UserError(
             f"{where}: transformers cannot read it ({_reason(error)}); correct it, or fetch the model again"
@@ -138,10 +140,10 @@ def require_trainable(architecture: dict, where: str) -> None:
         raise UserError(f"{where}: {error}") from error
     dropout = active_dropout(model.settings)
     if dropout:
-        value, module = dropout
-        keys = ", ".join(key for key, own in architecture.items() if "drop" in key and own == value)
+        p, module = dropout
+        keys = ", ".join(key for key, setting in architecture.items() if "drop" in key and setting == p)
         raise UserError(
-            f"{where}: dropout of {value} in {module}: every strategy would drop different elements; set it to 0 in config.json ({keys})"
+            f"{where}: dropout of {p} in {module}: every strategy would drop different elements; set it to 0 in config.json ({keys})"
         )
     if model.other_dtypes:
         name, dtype = next(iter(model.other_dtypes.items()))
@@ -151,7 +153,7 @@ def require_trainable(architecture: dict, where: str) -> None:
 
 
 def width(architecture: dict) -> int:
-    """The size of a token's vector."""
+    """The size of the vector that stands for a token (hidden_size)."""
     model = describe(architecture)
     return model.parameters[model.names.embedding_weight][-1]
 
@@ -163,33 +165,36 @@ def parameter_shapes(architecture: dict) -> Shapes:
 @functools.lru_cache(maxsize=16)
 def _described(architecture: str) -> Description:
     path = _kept_at(architecture)
-    kept = _read(path)
-    if kept is not None:
-        return kept
-    model = build_empty(json.loads(architecture), attn_impl="eager")  # every model has it
+    cached = _read(path)
+    if cached is not None:
+        return cached
+    model = build_empty(json.loads(architecture), attn_impl="eager")  # which every model has
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    other = {
+    other_dtypes = {
         name: str(parameter.dtype)
         for name, parameter in model.named_parameters()
         if str(parameter.dtype) != "torch.float32"
     }
     frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    found = Description(
+    description = Description(
         parameters=shapes,
         frozen=frozen,
         settings=settings_of(model),
         names=modules.find(model),
         tied=modules.is_tied(model),
-        other_dtypes=other,
+        other_dtypes=other_dtypes,
     )
     with contextlib.suppress(UserError):  # the next run builds the model again
-        content = found.model_dump()
+        content = description.model_dump()
         write_text(path, json.dumps(content | {"sha256": seal(content)}))
-    return found
+    return description
 
 
 def _kept_at(architecture: str) -> Path:
-    """Another version of torch, transformers or this file may find another model."""
+    """The file that keeps the description of an architecture.
+
+    Its name depends on the versions of torch and transformers and on the code here, as others may find another model.
+    """
     libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, modules.__file__)]
     key = json.dumps([architecture, *libraries, *sources])
@@ -197,7 +202,7 @@ def _kept_at(architecture: str) -> Path:
 
 
 def _read(path: Path) -> Description | None:
-    """What was kept; None if it is not there or not what was written."""
+    """The description that a file keeps; None if it is not there, or is not what was written."""
     try:
         content = read_json(path)
         return Description.model_validate(content) if content.pop("sha256") == seal(content) else None
@@ -257,10 +262,13 @@ def from_config(
 
 
 def use_eager_experts(model: "torch.nn.Module") -> None:
-    """Let a mixture of experts loop over its experts: the grouped product has neither float64 nor strides of zero. Others stay as they are."""
-    choose = getattr(model, "set_experts_implementation", None)
-    if choose is not None:
-        choose("eager")
+    """Let a mixture of experts loop over its experts. Other models stay as they are.
+
+    The grouped product of transformers takes neither float64 nor strides of zero.
+    """
+    set_implementation = getattr(model, "set_experts_implementation", None)
+    if set_implementation is not None:
+        set_implementation("eager")
 
 
 def transformers_config(architecture: dict) -> "PreTrainedConfig":
@@ -270,6 +278,5 @@ def transformers_config(architecture: dict) -> "PreTrainedConfig":
     fields = {
         key: value for key, value in architecture.items() if key not in ("model_type", "dtype", "torch_dtype")
     }
-    return AutoConfig.for_model(
-        architecture["model_type"], **copy.deepcopy(fields)
-    )  # it writes into the rope's dict
+    # A copy, because transformers writes into the dict of the rope
+    return AutoConfig.for_model(architecture["model_type"], **copy.deepcopy(fields))

@@ -22,7 +22,7 @@ CHUNK = 1 << 20  # characters
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts that --dataset_name names. `documents` reads each in pieces. A data set has no paths, and its size is unknown."""
+    """The texts that --dataset_name names. `documents()` reads each in pieces. A data set has no paths, and its size is unknown."""
 
     name: str
     documents: Callable[[], Iterable[Iterable[str]]]
@@ -30,7 +30,7 @@ class Texts:
     size: int | None = None  # bytes
 
     def chunks(self) -> Iterator[tuple[str, bool]]:
-        """(text, whether the document ends with it)."""
+        """Yield (text, whether the document ends with it) of each chunk."""
         for pieces in self.documents():
             yield from _cut(pieces)
 
@@ -107,8 +107,8 @@ def _text_files(folder: Path) -> tuple[Path, ...]:
     def stop(error: OSError) -> NoReturn:
         raise _unreadable(error.filename, error) from error
 
-    found = [Path(where, name) for where, _, names in os.walk(folder, onerror=stop) for name in names]
-    return tuple(sorted(path for path in found if path.suffix == ".txt"))
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=stop) for name in names]
+    return tuple(sorted(path for path in paths if path.suffix == ".txt"))
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -145,6 +145,7 @@ def _cut(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _length_of_chunk(text: str) -> int:
+    """The length of the chunk that a text of CHUNK characters begins with."""
     newline = text.rfind("\n")
     if newline >= 0:
         return newline + 1
@@ -167,7 +168,7 @@ def _rows(name: str) -> Iterator[str]:
     offline = constants.HF_HUB_OFFLINE
     try:
         if not offline and not Path(identifier).is_dir():
-            # It asks once. load_dataset would ask a hub that does not answer again and again.
+            # This asks once. load_dataset would ask a hub that does not answer again and again.
             HfApi().dataset_info(identifier, timeout=hub.PATIENCE)
         rows = datasets.load_dataset(identifier, config or None, split="train", streaming=not offline)
         for row in rows:

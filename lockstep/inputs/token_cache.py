@@ -22,8 +22,8 @@ from lockstep.inputs import texts
 from lockstep.inputs.tokenizer import Tokenizer
 
 FORMAT = "lockstep tokens 2"
-SHORT = 1 << 20  # bytes of text
-HELD = 1 << 26  # bytes of tokens that are read as a whole, and sent to Ray's workers
+SHORT = 1 << 20  # bytes; a shorter text is tokenized in each process
+HELD = 1 << 26  # bytes; tokens that take no more are read into memory, and sent to Ray's workers
 TOKEN = np.dtype("<i4")
 
 
@@ -34,55 +34,55 @@ def corpus_tokens(dataset_name: str, tokenizer: Tokenizer, folder: Path) -> tupl
     """
     source = texts.find(dataset_name)
     if tokenizer.starts_at_once and source.size is not None and source.size < SHORT:
-        values = np.concatenate(list(_encoded(source, tokenizer)))
-        return values, hashlib.sha256(values.data).hexdigest()
-    content = source.content_sha256()
-    built_in = dataset_name == texts.BUILT_IN_CORPUS
-    made_of = [FORMAT, texts.CHUNK, tokenizer.key, built_in, content if source.paths else dataset_name]
-    name = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
+        tokens = np.concatenate(list(_encoded(source, tokenizer)))
+        return tokens, hashlib.sha256(tokens.data).hexdigest()
+    content_sha256 = source.content_sha256()
+    is_built_in = dataset_name == texts.BUILT_IN_CORPUS
+    key = [FORMAT, texts.CHUNK, tokenizer.key, is_built_in, content_sha256 if source.paths else dataset_name]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.tokens"
-    # only the rows of a data set show whether it has changed, so it is read and tokenized in every run
-    found = opened(path) if source.paths else None
-    if found is None:
+    # Only the rows of a data set show whether it has changed, so it is read and tokenized in every run
+    cached = opened(path) if source.paths else None
+    if cached is None:
         files.require_writable_folder(folder, "--data_cache_dir")
-        about = _write(path, source, tokenizer)
-        if source.content_sha256() != content:
+        description = _write(path, source, tokenizer)
+        if source.content_sha256() != content_sha256:
             raise UserError(
                 f"--dataset_name {dataset_name}: the text changed while it was read; start again when it no longer changes"
             )
-        files.write_text(path.with_suffix(".json"), json.dumps(about))
-        found = opened(path)
-    if found is None:
+        files.write_text(path.with_suffix(".json"), json.dumps(description))
+        cached = opened(path)
+    if cached is None:
         raise UserError(f"{path}: another process has written other tokens; start again")
-    return found
+    return cached
 
 
 def opened(path: Path) -> tuple[np.ndarray, str] | None:
-    """(tokens of a file, their SHA-256); None unless the file is whole and the JSON beside it belongs to it."""
+    """(the tokens of a file, their SHA-256); None unless the file is whole and the JSON beside it belongs to it."""
     try:
-        about = files.read_json(path.with_suffix(".json"))
+        description = files.read_json(path.with_suffix(".json"))
         size = files.require_regular(path)
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if (size, sha256) != (about["num_tokens"] * TOKEN.itemsize, about["sha256"]):
+        if (size, sha256) != (description["num_tokens"] * TOKEN.itemsize, description["sha256"]):
             return None
-        values = np.memmap(path, TOKEN, "r")
+        tokens = np.memmap(path, TOKEN, "r")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return values if size > HELD else np.array(values), sha256
+    return tokens if size > HELD else np.array(tokens), sha256
 
 
 def _write(path: Path, source: texts.Texts, tokenizer: Tokenizer) -> dict:
-    """Write the tokens of a corpus; returns what the JSON beside them says."""
+    """Write the tokens of a corpus. Returns the content of the JSON beside them."""
     digest, num_tokens = hashlib.sha256(), 0
 
     def write(temporary: Path) -> None:
         nonlocal num_tokens
         with open(temporary, "wb") as file:
-            for part in _encoded(source, tokenizer):
-                digest.update(part.data)
-                file.write(part.data)
-                num_tokens += len(part)
+            for tokens in _encoded(source, tokenizer):
+                digest.update(tokens.data)
+                file.write(tokens.data)
+                num_tokens += len(tokens)
 
     files.write_atomically(path, write)
     key = {"texts": source.name, **tokenizer.key}
@@ -92,19 +92,19 @@ def _write(path: Path, source: texts.Texts, tokenizer: Tokenizer) -> dict:
 def _encoded(source: texts.Texts, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """The tokens (any length,) int32 of the texts, piece by piece."""
     progress = Bytes(f"tokenizing {source.name}", source.size)
-    empty = True
-    for text, ends in source.chunks():
+    is_empty = True
+    for text, is_last in source.chunks():
         ids = np.asarray(tokenizer.encode(text), np.int64)
-        empty = empty and not (ids != tokenizer.separator).any()
+        is_empty = is_empty and not (ids != tokenizer.separator).any()
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise UserError(
                 f"--dataset_name {source.name}: the tokenizer gives id {ids.max()}, the model's vocabulary has "
                 f"{tokenizer.vocab_size}; the model folder's tokenizer.json and config.json do not belong together"
             )
         yield ids.astype(TOKEN)
-        if ends:
+        if is_last:
             yield np.asarray([tokenizer.separator], TOKEN)
         progress.add(len(text.encode()))
     progress.end()
-    if empty:
+    if is_empty:
         raise UserError(f"--dataset_name {source.name}: the corpus is empty")

@@ -29,6 +29,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @functools.lru_cache(KEPT)
 def _ids(piece: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids of the words in a piece of text without white space."""
     return tuple(1 + zlib.crc32(word.encode()) % (vocab_size - 1) for word in _WORD.findall(piece))
 
 
@@ -45,7 +46,7 @@ class HashTokenizer:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.separator = SEPARATOR
-        # what is a letter is Python's to say
+        # Which characters are letters depends on Python's version of Unicode.
         self.key = {
             "tokenizer": self.name,
             "vocab_size": vocab_size,
@@ -54,7 +55,7 @@ class HashTokenizer:
         }
 
     def encode(self, text: str) -> list[int]:
-        # no word has white space
+        # No word has white space in it, so the text can be split there.
         pieces = map(_ids, text.split(), itertools.repeat(self.vocab_size))
         return list(itertools.chain.from_iterable(pieces))
 
@@ -92,7 +93,7 @@ class FileTokenizer:
         with _refused_by_the_library(self._path):
             if self._tokenizer is None:
                 self._tokenizer = _load(self._path)
-            # fast: without offsets
+            # The fast method leaves the offsets out.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
@@ -109,6 +110,7 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
 
 @contextlib.contextmanager
 def _refused_by_the_library(path: Path) -> Iterator[None]:
+    """Raise UserError for whatever the tokenizers library raises."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -147,15 +149,15 @@ def build_tokenizer(model_name: str, architecture: dict) -> Tokenizer:
     )
 
 
-def _separator(model_name: str, ends: object, vocab_size: int) -> int:
-    """The first of the model's end-of-text tokens."""
-    if ends is None:
+def _separator(model_name: str, eos: object, vocab_size: int) -> int:
+    """The first of the model's end-of-text tokens (`eos_token_id`); SEPARATOR if it has none."""
+    if eos is None:
         return SEPARATOR
-    listed = ends if isinstance(ends, list) else [ends]
-    ids = [each for each in listed if type(each) is int and 0 <= each < vocab_size]
+    listed = eos if isinstance(eos, list) else [eos]
+    ids = [token for token in listed if type(token) is int and 0 <= token < vocab_size]
     if not listed or ids != listed:
         raise UserError(
-            f"--model_name {model_name}: eos_token_id is {printable(repr(ends), 60)} in its config.json; it must be one or more whole numbers "
+            f"--model_name {model_name}: eos_token_id is {printable(repr(eos), 60)} in its config.json; it must be one or more whole numbers "
             f"from 0 to {vocab_size - 1}"
         )
     return ids[0]

@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 INDEX = ".safetensors.index.json"
 # The key of our own entry in the metadata of a safetensors file.
 HEADER = "lockstep"
-# What a file says of its tensors, in bytes. A tensor takes about 250 of them, and a dense model has some thousand.
+# The most bytes that may describe the tensors of a file. A tensor takes about 250, and a dense model has some thousand tensors.
 LARGEST_HEADER = 1 << 22
-# What float32 holds exactly.
+# The dtypes whose numbers float32 holds exactly, float32 first.
 FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
-# In a pickle; a tensor takes five. To hash 150,000 tuples, one in the other, overflows the stack of a process.
+# The most tuples in a pickle; a tensor takes five. Hashing 150,000 tuples, one in the other, overflows the stack of a process.
 MOST_TUPLES = 50_000
 DAMAGED = "give a whole file, or save the weights again under another name"
 _FETCH = "fetch the model folder again"
 _PLAIN = "give a plain dict of dense tensors: torch.save(model.state_dict(), ...)"
+# What the pickle of a dict of tensors refers to.
 _KNOWN = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|"
     r"torch (Float|BFloat16|Half|Double|Long|Int|Short|Char|Byte|Bool)Storage"
@@ -76,9 +77,9 @@ def read(path: Path, where: str, *, checksums: bool = False) -> Contents:
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
     except Exception as error:  # the libraries raise a dozen kinds, all for what stands in the file
-        # torch.load advises to load such a file without weights_only.
-        refused = isinstance(error, pickle.UnpicklingError)
-        why = "torch.load refuses its pickle" if refused else first_line(error)
+        # The message of torch.load advises loading such a file without weights_only.
+        is_refused = isinstance(error, pickle.UnpicklingError)
+        why = "torch.load refuses its pickle" if is_refused else first_line(error)
         raise UserError(f"{where}: damaged, truncated or no {path.suffix} file ({why}); {DAMAGED}") from error
 
 
@@ -99,7 +100,7 @@ def _require_small(what: str, size: int) -> None:
 
 
 def _about(content: object) -> About:
-    # A pickle can hold a list a million times, or inside itself; as JSON it has a length.
+    # A pickle can hold one list a million times, or a list inside itself. As JSON, it has a length, which can be limited.
     length = 0
     for piece in json.JSONEncoder().iterencode(content):
         length += len(piece)
@@ -112,23 +113,23 @@ def shards(path: Path) -> dict[str, set[str]]:
 
     Raises UserError, beginning with the path.
     """
-    found: dict[str, set[str]] = {}
+    tensors_of: dict[str, set[str]] = {}
     for name, shard in validate(_Index, read_json(path), path, _FETCH).weight_map.items():
         if os.path.basename(shard) != shard or not shard.endswith(".safetensors"):
             raise UserError(f"{path}: names {shard}, which is no .safetensors file beside it; {_FETCH}")
-        found.setdefault(shard, set()).add(name)
-    return found
+        tensors_of.setdefault(shard, set()).add(name)
+    return tensors_of
 
 
 def _read_index(path: Path) -> Contents:
     tensors: dict[str, torch.Tensor] = {}
     for shard, listed in sorted(shards(path).items()):
-        inside = read(path.with_name(shard), shard).tensors
-        odd = min(inside.keys() ^ listed, default=None)
-        if odd is not None:
-            what = "lacks" if odd in listed else "holds, against the index,"
-            raise UserError(f"{shard} {what} tensor {printable(odd, 200)}; {_FETCH}")
-        tensors.update(inside)
+        found = read(path.with_name(shard), shard).tensors
+        name = min(found.keys() ^ listed, default=None)
+        if name is not None:
+            verb = "lacks" if name in listed else "holds, against the index,"
+            raise UserError(f"{shard} {verb} tensor {printable(name, 200)}; {_FETCH}")
+        tensors.update(found)
     return Contents(tensors)
 
 
@@ -153,7 +154,7 @@ def _read_pt(path: Path, checksums: bool) -> Contents:
 
 
 class _Limited(io.FileIO):
-    """For zipfile, which reads the directory of an archive in one piece."""
+    """A file for zipfile, which reads the directory of an archive in one piece, however large it is."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         _require_small("its directory", size or 0)
@@ -161,33 +162,33 @@ class _Limited(io.FileIO):
 
 
 def _require_plain_archive(path: Path, checksums: bool) -> None:
-    """Raise unless torch.load can map the file: it takes members as they are, and reads all but the tensors' bytes at once."""
+    """Raise unless torch.load can map the file. It takes members as they are, and reads all but the tensors' bytes at once."""
     with _Limited(path) as file, zipfile.ZipFile(file) as archive:
         if len(archive.infolist()) != len(archive.NameToInfo):
             raise ValueError("it has two members of one name")
-        for info in archive.infolist():
-            shown = printable(info.filename, 80)
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{shown} is compressed, which torch.save never does")
-            if "/data/" not in info.filename:
-                _require_small(shown, info.file_size)
-            if info.filename.lower().endswith("data.pkl"):
-                _require_plain_pickle(archive.read(info))
+        for member in archive.infolist():
+            name = printable(member.filename, 80)
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{name} is compressed, which torch.save never does")
+            if "/data/" not in member.filename:
+                _require_small(name, member.file_size)
+            if member.filename.lower().endswith("data.pkl"):
+                _require_plain_pickle(archive.read(member))
         if checksums and archive.testzip() is not None:
             raise ValueError("a member does not match its CRC-32")
 
 
 def _require_plain_pickle(content: bytes) -> None:
-    """Raise for what weights_only lets through and no weights need: functions that take any memory, hashes without end."""
-    last, tuples, count = "", set(), 0
-    for code, argument, _ in pickletools.genops(content):
-        if code.name == "GLOBAL" and not _KNOWN.fullmatch(str(argument)):
+    """Raise for what weights_only allows and no weights need: functions that take any amount of memory, and hashes that never end."""
+    last_opcode, memoized_tuples, num_tuples = "", set(), 0
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name == "GLOBAL" and not _KNOWN.fullmatch(str(argument)):
             raise UserError(f"it holds {printable(argument, 80).replace(' ', '.')}; {_PLAIN}")
-        if code.name.endswith("BINPUT"):
-            if last.startswith("TUPLE"):
-                tuples.add(argument)
-        elif code.name != "PROTO":
-            last = code.name
-            count += last.startswith("TUPLE")
-        if count > MOST_TUPLES or (code.name.endswith("BINGET") and argument in tuples):
+        if opcode.name.endswith("BINPUT"):
+            if last_opcode.startswith("TUPLE"):
+                memoized_tuples.add(argument)
+        elif opcode.name != "PROTO":
+            last_opcode = opcode.name
+            num_tuples += last_opcode.startswith("TUPLE")
+        if num_tuples > MOST_TUPLES or (opcode.name.endswith("BINGET") and argument in memoized_tuples):
             raise ValueError("its tuples are not those of tensors")

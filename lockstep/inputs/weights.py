@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ANOTHER = "write a file for this model under another name with train_ddp.py --save_init_weights"
-# Tables that files hold beside the parameters.
+# Ends of the names of tables that files hold beside the parameters.
 _TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -36,7 +36,7 @@ def tensor_sha256(tensor: "torch.Tensor") -> str:
 
 
 def checksums(tensors: Iterable[tuple[str, "torch.Tensor"]]) -> dict[str, str]:
-    """Name -> SHA-256, one tensor in memory at a time."""
+    """Name -> SHA-256 of its tensor. Only one tensor is in memory at a time."""
     return {name: tensor_sha256(tensor) for name, tensor in tensors}
 
 
@@ -51,7 +51,7 @@ def perturb(model: "torch.nn.Module", dtype: str, seed: int) -> None:
 
 
 def perturbed(tensor: "torch.Tensor", generator: "torch.Generator", size: float) -> "torch.Tensor":
-    """Every element moved up or down at random by a relative `size`, and rounded. Half of a dtype's epsilon is one ulp of it.
+    """Every element moved up or down at random by a relative `size`, and rounded. Half of a dtype's epsilon moves by one ulp of it.
 
     Upwards, a power of two (the 1 of a fresh norm) lands half-way between two numbers and is rounded back to itself.
     """
@@ -69,16 +69,16 @@ def combined_sha256(sums: dict[str, str]) -> str:
 def save(
     path: Path, model: "torch.nn.Module", architecture: dict, source: str, *, overwrite: bool = False
 ) -> None:
-    """Write every trained tensor of `model` (tied ones once), the architecture, the checksums and the source, atomically.
+    """Write every parameter of `model` (tied ones once), the architecture, the checksums and the source, atomically.
 
     A file with the same content stays as it is. Raises UserError for a file that `check_new` refuses.
     """
-    there = check_new(path, architecture, source, overwrite=overwrite)
+    existing = check_new(path, architecture, source, overwrite=overwrite)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     sums = checksums(tensors.items())
     about = {"architecture": architecture, "sha256": sums, "source": source}
-    if there is not None and not overwrite:
-        if there.sha256 == sums:
+    if existing is not None and not overwrite:
+        if existing.sha256 == sums:
             return
         raise UserError(_occupied(path, f"holds other {source} than this run would write"))
 
@@ -96,7 +96,9 @@ def save(
 
 
 def check_new(path: Path, architecture: dict, source: str, *, overwrite: bool) -> About | None:
-    """What the file that is there says of itself. Raises UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
+    """What an existing file says of itself; None if there is no file.
+
+    Raises UserError unless `save` may write there: nothing is lost, or `overwrite` allows it.
 
     A file that claims to hold these weights may stay; the run compares it with what it would write. A file that this project did not
     write is never replaced.
@@ -143,11 +145,11 @@ def check(
     _check_names_and_shapes(contents, where, architecture, fewer_layers)
     about = contents.about
     if about is not None:
-        other = _other_key(about.architecture, architecture)
-        if other is not None:
+        key = _other_key(about.architecture, architecture)
+        if key is not None:
             raise UserError(
-                f"{where}: written for {printable(other, 80)} = {printable(about.architecture.get(other), 80)}, the model has "
-                f"{architecture.get(other)}; use the model it was written with, or {_ANOTHER}"
+                f"{where}: written for {printable(key, 80)} = {printable(about.architecture.get(key), 80)}, the model has "
+                f"{architecture.get(key)}; use the model it was written with, or {_ANOTHER}"
             )
         name = _other_key(about.sha256, checksums(contents.tensors.items()))
         if name is not None:
@@ -155,9 +157,9 @@ def check(
                 f"{where}: tensor {printable(name, 200)} is damaged (its checksum does not match); {DAMAGED}"
             )
     for name in parameter_shapes(architecture):
-        values = contents.tensors[name].float()
-        # A NaN is the least and the greatest of all; isfinite() would take as much memory again.
-        if values.numel() and not all(each.isfinite() for each in values.aminmax()):
+        tensor = contents.tensors[name].float()
+        # aminmax() returns NaN for a tensor with a NaN; isfinite() would take as much memory as the tensor again.
+        if tensor.numel() and not all(extreme.isfinite() for extreme in tensor.aminmax()):
             raise UserError(
                 f"{where}: tensor {name} holds a NaN or an infinity; training cannot start from it, give other weights"
             )
@@ -179,40 +181,43 @@ def load(path: Path, model: "PreTrainedModel") -> dict[str, str]:
 
 
 def _whole_names(contents: Contents, names: modules.Names) -> Contents:
-    """A file of the base model alone, as that of openai-community/gpt2, has names without the base's."""
+    """The contents with the names that the whole model has.
+
+    In a file of the base model alone, as that of openai-community/gpt2, names lack that of the base.
+    """
     if (
         contents.about is not None
         or names.embedding_weight.removeprefix(f"{names.base}.") not in contents.tensors
     ):
         return contents
     tensors = {
-        name if name == names.head_weight else f"{names.base}.{name}": stored
-        for name, stored in contents.tensors.items()
+        name if name == names.head_weight else f"{names.base}.{name}": tensor
+        for name, tensor in contents.tensors.items()
     }
     return dataclasses.replace(contents, tensors=tensors)
 
 
 def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, fewer_layers: bool) -> None:
-    expected, found = parameter_shapes(architecture), contents.tensors
+    expected, tensors = parameter_shapes(architecture), contents.tensors
     remedy = f"use the --model_name and --num_layers it was written with, or {_ANOTHER}"
     floats = FLOATS if contents.about is None else FLOATS[:1]
     for name, shape in expected.items():
-        if name not in found:
+        if name not in tensors:
             raise UserError(f"{where}: tensor {name} is missing; {remedy}")
-        has, dtype = tuple(found[name].shape), str(found[name].dtype)
-        if has != shape:
-            raise UserError(f"{where}: tensor {name} has shape {has}, the model needs {shape}; {remedy}")
+        actual, dtype = tuple(tensors[name].shape), str(tensors[name].dtype)
+        if actual != shape:
+            raise UserError(f"{where}: tensor {name} has shape {actual}, the model needs {shape}; {remedy}")
         if dtype not in floats:
             raise UserError(
                 f"{where}: tensor {name} is {dtype}, initial weights are {' or '.join(floats)}; {_ANOTHER}"
             )
-    model, foreign = describe(architecture), contents.about is None
-    for name in sorted(found.keys() - expected.keys()):
-        tied_head = name == model.names.head_weight and model.tied
-        left_out = foreign and model.names.layer_of(name) >= architecture["num_hidden_layers"]
-        if (foreign and (tied_head or name.endswith(_TABLES))) or (left_out and fewer_layers):
+    model, is_foreign = describe(architecture), contents.about is None
+    for name in sorted(tensors.keys() - expected.keys()):
+        is_tied_head = name == model.names.head_weight and model.tied
+        is_left_out = is_foreign and model.names.layer_of(name) >= architecture["num_hidden_layers"]
+        if (is_foreign and (is_tied_head or name.endswith(_TABLES))) or (is_left_out and fewer_layers):
             continue
-        hint = "; add --num_layers to leave layers out" if left_out else ""
+        hint = "; add --num_layers to leave layers out" if is_left_out else ""
         raise UserError(f"{where}: tensor {printable(name, 200)} is not part of the model{hint}; {remedy}")
 
 
@@ -221,24 +226,24 @@ def _check_tied_head(contents: Contents, where: str, architecture: dict) -> None
     import torch
 
     model = describe(architecture)
-    tied, head_weight = model.names.embedding_weight, model.names.head_weight
+    embedding_weight, head_weight = model.names.embedding_weight, model.names.head_weight
     if head_weight not in contents.tensors or not model.tied:
         return
-    head, embedding = contents.tensors[head_weight], contents.tensors[tied]
-    # In this order: an expanded view of another shape could have any size as float32.
+    head, embedding = contents.tensors[head_weight], contents.tensors[embedding_weight]
+    # The shape first: an expanded view of another shape could take any amount of memory as float32.
     if (
         head.shape != embedding.shape
         or str(head.dtype) not in FLOATS
         or not torch.equal(head.float(), embedding.float())
     ):
         raise UserError(
-            f"{where}: {head_weight} is not {tied}, and the model has one for both (tie_word_embeddings); set "
+            f"{where}: {head_weight} is not {embedding_weight}, and the model has one for both (tie_word_embeddings); set "
             "tie_word_embeddings to false in config.json, or use the model it was written with"
         )
 
 
 def _other_key(one: dict, other: dict) -> str | None:
-    """The first key in which two architectures differ. As in JSON, true is not 1, but 1.0 is."""
+    """The first key in which two JSON objects differ; None if they are equal. As in JSON, true is not 1, but 1.0 is."""
     return next(
         (key for key in sorted(one.keys() | other.keys()) if _text(one.get(key)) != _text(other.get(key))),
         None,

@@ -32,24 +32,24 @@ EPILOG = (
 
 
 def build_parser(strategy: str) -> argparse.ArgumentParser:
-    """The parser of every strategy's script: one set of flags, one meaning."""
+    """The parser of a strategy's script: the flags that all strategies have, and its own."""
     spec = strategies.spec_of(strategy)
     parser = Parser(prog=spec.program, allow_abbrev=False, formatter_class=Help, epilog=EPILOG)
-    for each in fields(Config):
-        if each.name == "precision":
-            _add_precision(parser, each.metadata["help"])
-        elif each.name == "own":
+    for field in fields(Config):
+        if field.name == "precision":
+            _add_precision(parser, field.metadata["help"])
+        elif field.name == "own":
             for option in fields(spec.options):
                 add_flag(parser, spec.options, option)
-        elif each.metadata:
-            add_flag(parser, Config, each, spec.also_called.get(each.name))
-    # The deepspeed launcher passes it
+        elif field.metadata:
+            add_flag(parser, Config, field, spec.also_called.get(field.name))
+    # The deepspeed launcher passes --local_rank.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def _add_precision(parser: argparse.ArgumentParser, text: str) -> None:
-    """Three flags that name one precision (`_precision`)."""
+    """Add the three flags that name one precision (`_precision`)."""
     parser.add_argument("--precision", choices=PRECISIONS, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--autocast", action="store_true", help="the same as --precision autocast")
     parser.add_argument(
@@ -68,6 +68,7 @@ def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: boo
     parsed = parser.parse_args(argv)
     defaults = spec.defaults(parsed)
     if defaults:
+        # A file that a flag names gives other flags their defaults.
         parser.set_defaults(**defaults)
         parsed = parser.parse_args(argv)
     options = vars(parsed)
@@ -97,10 +98,10 @@ def parse_config(strategy: str, argv: list[str] | None = None, *, elsewhere: boo
     options.update(device_elsewhere(options) if elsewhere else resolve_device(spec, options))
     options["data_cache_dir"] = options["data_cache_dir"] or files.cache_folder()
     options = {name: _placed(value) for name, value in options.items()}
-    named = user_file.is_named(options["model_name"])
+    is_own_model = user_file.is_named(options["model_name"])
     options["model_name"] = (
         user_file.absolute(options["model_name"])
-        if named
+        if is_own_model
         else _absolute(options["model_name"], architectures.BUILT_IN)
     )
     if user_file.is_named(options["optimizer"]):
@@ -113,14 +114,14 @@ def _precision(given: Precision | None, autocast: bool, param_dtype: str | None)
     """The precision that three flags name together. Raises UserError if two of them contradict each other."""
     if autocast and given not in (None, "autocast"):
         raise UserError(f"--autocast contradicts --precision {given}; give one of them")
-    meant: Precision = given or (
+    precision: Precision = given or (
         "autocast" if autocast else "mixed" if param_dtype == "bfloat16" else Config.precision
     )
-    if param_dtype and PARAM_DTYPES[meant] != param_dtype:
+    if param_dtype and PARAM_DTYPES[precision] != param_dtype:
         raise UserError(
-            f"--param_dtype {param_dtype} contradicts {'--autocast' if autocast else f'--precision {meant}'}; leave it out"
+            f"--param_dtype {param_dtype} contradicts {'--autocast' if autocast else f'--precision {precision}'}; leave it out"
         )
-    return meant
+    return precision
 
 
 def _require_run_name(name: str) -> None:

@@ -23,7 +23,7 @@ def enable(model: "PreTrainedModel", backend: str) -> None:
     import torch
     from torch._dynamo.utils import counters
 
-    torch.compiler.reset()  # of earlier runs in this process
+    torch.compiler.reset()  # forgets earlier runs in this process
     counters.clear()
     for layer in _layers(model):
         layer.forward = torch.compile(layer.forward, backend=backend)
@@ -48,13 +48,13 @@ def require(backend: str) -> None:
 
 
 def observed(model: "PreTrainedModel") -> list[bool]:
-    """Whether layers run as compiled graphs. Call it after a first forward pass."""
+    """Whether layers run as compiled graphs; both answers if only some do. Call it after a first forward pass."""
     from torch._dynamo.utils import counters
 
     layers = _layers(model)
-    ran = counters["frames"]["ok"] > 0
-    found = {ran and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers}
-    return sorted(found) or [False]  # a model without layers
+    has_compiled = counters["frames"]["ok"] > 0
+    are_compiled = {has_compiled and hasattr(layer.forward, "_torchdynamo_orig_callable") for layer in layers}
+    return sorted(are_compiled) or [False]  # a model without layers
 
 
 def is_hidden(names: modules.Names, backend: str, tensor: str) -> bool:

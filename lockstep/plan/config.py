@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "autocast", "mixed", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-# Those in which tensors have a tolerance
+# The precisions in which tensors have a tolerance
 JUDGED: tuple[Precision, ...] = ("fp32", "autocast", "bf16")
 PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass computes with
     "fp32": "float32",
@@ -28,19 +28,17 @@ PARAM_DTYPES: dict[Precision, str] = {  # of the weights that a forward pass com
     "mixed": "bfloat16",
     "bf16": "bfloat16",
 }
-OPTIMIZERS = (
-    "adamw",
-    "sgd",
-)  # built in; any other --optimizer is a class of torch.optim or a function in a user's file
+# Built in; any other --optimizer is a class of torch.optim or a function in a user's file
+OPTIMIZERS = ("adamw", "sgd")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # The name of the run that shows how far rounding errors alone can move the loss
 CONTROL = "control"
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
-# The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion is a tolerance's, or what was missed.
+# The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion shows a tolerance, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"
 TORCH_HANDLES = "lockstep.faults.torch_handles:TorchHandles"
 TRACKERS = ("tensorboard", "wandb", "mlflow")  # --report_to, each the name of a package
-# Options of all strategies that one of several compared runs may have, and the value that leaves them out
+# Flag of all strategies that a single one of the compared runs may have -> the value that means off
 PER_RUN = {"activation_checkpointing": False, "compile": "off"}
 
 
@@ -50,7 +48,7 @@ def history_file(folder: Path, run: str) -> Path:
 
 
 def sequences_per_step(options: Mapping[str, Any]) -> int:
-    """Of the global batch, from a configuration, live or recorded."""
+    """The number of sequences in the global batch, from a configuration, live or recorded."""
     return options["dp_size"] * options["batch_size"] * options["gradient_accumulation_steps"]
 
 
@@ -77,7 +75,7 @@ class NoOptions:
 class Spec:
     """What is known about a strategy before torch is imported. No other file compares a strategy's name.
 
-    A strategy derives its own and overrides what it has to say. Two fields are text, so that nothing slow is imported: `factory`, the
+    A strategy derives its own class and overrides what differs. Two fields are text, so that nothing slow is imported: `factory`, the
     strategy itself, and `handles`, what planted faults take hold of; each "module:NAME" or "/path/to/file.py:NAME".
     """
 
@@ -97,24 +95,24 @@ class Spec:
     # by design and no reason to refuse a comparison (docs/findings.md).
     float32_biases_under_autocast: bool = False
     ranks_share_gpus: bool = True  # over gloo, several ranks may use one GPU
-    # Flag of all strategies -> the name that its library has for it, a flag, too
+    # Flag of all strategies -> what its library calls it, which is accepted as a flag, too
     also_called: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # Of its options, the one that takes its library's own configuration, a file or JSON itself
+    # The option that takes its library's own configuration, a file or JSON itself
     file_option: str = ""
-    # A package beyond torch that it runs on; histories and dumps record its version
+    # The package beside torch that it runs on; histories and dumps record its version
     library: str = ""
-    # Modules of it that a process imports before it forks ranks for CPUs
+    # Modules that a process imports before it forks ranks for CPUs
     preloads: tuple[str, ...] = ()
 
     def require(self, config: "Config", architecture: dict) -> None:
-        """Raise UserError for options that the strategy cannot honour, or together, or if something is missing."""
+        """Raise UserError for options that the strategy cannot honour, alone or together, or if something that it needs is missing."""
 
     def sharding(self, config: "Config") -> dict[str, Any]:
-        """What its contract must say is sharded, and how gradients are reduced; empty if it does not read that back."""
+        """What must be sharded, and how gradients are reduced, as the contract says it; empty if the strategy does not read that back."""
         return {}
 
     def contract(self, config: "Config") -> dict[str, Any]:
-        """The entries of the contract in which its options differ from what all strategies do."""
+        """The entries of the contract that its options make differ from those of all strategies."""
         return {}
 
     def defaults(self, parsed: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +133,7 @@ class Spec:
         return self.factory if user_file.is_named(self.factory) else self.name
 
     def label_of(self, mesh: Mesh, config: Mapping[str, Any]) -> str:
-        """A run to people: the strategy, its mesh, and those of its options that are not at their defaults.
+        """What a run is called in reports: the strategy, its mesh, and those of its options that are not at their defaults.
 
         `config` is a configuration as a run has it, or as it records it. Paths are left out, because they are not recorded.
         """
@@ -437,16 +435,16 @@ class Config:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def of_control(self) -> "Config":
-        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves weights, from those."""
+        """The control run of this run. It starts from the same weights, perturbed by one ulp; if this run saves them, from that file."""
         run = replace(self, save_init_weights=False, pretrained=False) if self.save_init_weights else self
         return replace(run, control=False, noise_control=True, capture_dir=None, profile=0)
 
     def recorded(self) -> dict[str, Any]:
-        """What a run records of its configuration: all but what names places, or does not change what is computed."""
+        """What a run records of its configuration: all but flags that name places, or do not change what is computed."""
         content = self.as_dict()
         return {
             name: content[name]
-            for name in ("strategy", "own", *(each.name for each in flags.recorded(Config)))
+            for name in ("strategy", "own", *(option.name for option in flags.recorded(Config)))
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -454,7 +452,7 @@ class Config:
         content = {"strategy": self.spec.name, **vars(self)}
         del content["spec"]
         content["own"] = {
-            each.name: getattr(self.own[each.name], "recorded", self.own[each.name])
-            for each in flags.recorded(self.spec.options)
+            option.name: getattr(self.own[option.name], "recorded", self.own[option.name])
+            for option in flags.recorded(self.spec.options)
         }
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}

@@ -55,16 +55,16 @@ def expected_contract(
 ) -> dict[str, Any]:
     """The contract that this configuration demands of every strategy; one meaning for each option.
 
-    `optimizer` are the entries of an optimizer of the user's own (`lockstep.training.observe.own_optimizer`), `num_labels` is the number of
-    labels of the first global batch, of a run in which some positions have none.
+    `optimizer` are the entries of an optimizer of the user's own (`lockstep.training.observe.own_optimizer`). `num_labels` is the number of
+    labels of the first global batch, in a run in which some positions have none.
     """
     compute = "torch.float32" if config.precision == "fp32" else "torch.bfloat16"
-    promoted = (
+    is_promoted = (
         config.spec.float32_biases_under_autocast and config.precision == "autocast" and config.tp_size > 1
     )
-    seen = {
-        what: [name for name in linears if not compiled.is_hidden(model.names, config.compile, name)]
-        for what, linears in (("plain", model.names.linears), ("biased", model.names.biased))
+    visible = {
+        kind: [name for name in linears if not compiled.is_hidden(model.names, config.compile, name)]
+        for kind, linears in (("plain", model.names.linears), ("biased", model.names.biased))
     }
     storage = "torch.bfloat16" if config.precision == "bf16" else "torch.float32"
     sharding = config.spec.sharding(config)
@@ -85,8 +85,8 @@ def expected_contract(
         "parameter_dtype": [storage],
         "reduction_dtype": [storage],
         **({"average_dtype": ["torch.float32"]} if config.ema_decay < 1 else {}),
-        "compute_dtype": [compute] if seen["plain"] else [],
-        "biased_linear_dtype": ["torch.float32" if promoted else compute] if seen["biased"] else [],
+        "compute_dtype": [compute] if visible["plain"] else [],
+        "biased_linear_dtype": ["torch.float32" if is_promoted else compute] if visible["biased"] else [],
         "embedding_dtype": [f"torch.{PARAM_DTYPES[config.precision]}"],
         "attention": config.attn_impl,
         "dropout": 0.0,
@@ -102,29 +102,29 @@ def expected_contract(
 
 def _built_in_optimizer(config: Config, model: Description, storage: str) -> dict[str, Any]:
     """The entries of AdamW or SGD, whose state is in the dtype `storage`."""
-    adamw = config.optimizer == "adamw"
+    is_adamw = config.optimizer == "adamw"
     decay: dict[str, list[str]] = {}
     for name, shape in model.trained.items():
         decay.setdefault(str(config.weight_decay if len(shape) >= 2 else 0.0), []).append(name)
     return {
-        "optimizer": "AdamW" if adamw else "SGD",
-        "optimizer_implementation": "fused" if adamw else "for-loop",
+        "optimizer": "AdamW" if is_adamw else "SGD",
+        "optimizer_implementation": "fused" if is_adamw else "for-loop",
         "optimizer_options": [],
-        # Of the first step
+        # that of the first step
         "learning_rates": [rates.rate_of(vars(config), 1, 1 + config.warmup_steps)],
-        "betas": list(BETAS) if adamw else [],
-        "eps": EPS if adamw else None,
-        "momentum": None if adamw else 0,
-        "weight_decay": {rate: sorted(names) for rate, names in decay.items()},
-        "optimizer_dtype": [storage] if adamw else [],
+        "betas": list(BETAS) if is_adamw else [],
+        "eps": EPS if is_adamw else None,
+        "momentum": None if is_adamw else 0,
+        "weight_decay": {value: sorted(names) for value, names in decay.items()},
+        "optimizer_dtype": [storage] if is_adamw else [],
     }
 
 
 def of_optimizer(contract: dict[str, Any]) -> dict[str, Any] | None:
     """The entries of an optimizer of the user's own, as a contract records them; None for adamw and sgd."""
-    own = ("optimizer", "optimizer_settings", "optimizer_implementation", "learning_rates", "weight_decay")
+    keys = ("optimizer", "optimizer_settings", "optimizer_implementation", "learning_rates", "weight_decay")
     return (
-        {key: contract[key] for key in own if key in contract} if "optimizer_settings" in contract else None
+        {key: contract[key] for key in keys if key in contract} if "optimizer_settings" in contract else None
     )
 
 
@@ -142,10 +142,13 @@ REMEDIES = {
 
 
 def contradiction(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> str:
-    """The first difference between options and live objects, with what to do; "" if there is none. Others may follow from the optimizer."""
-    found = contract_differences(expected, actual, ignoring)
-    key = "optimizer" if "optimizer" in found else next(iter(found), "")
-    return "; ".join(filter(None, (found.get(key), REMEDIES.get(key))))
+    """The first difference between options and live objects, with what to do; "" if there is none.
+
+    A difference of the optimizer comes first: others may follow from it.
+    """
+    differences = contract_differences(expected, actual, ignoring)
+    key = "optimizer" if "optimizer" in differences else next(iter(differences), "")
+    return "; ".join(filter(None, (differences.get(key), REMEDIES.get(key))))
 
 
 def of_all_ranks(contracts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
@@ -154,16 +157,16 @@ def of_all_ranks(contracts: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     The ranks of a pipeline know of their own layers alone. What they know is put together.
     """
     whole: dict[int, dict[str, Any]] = {}
-    for rank, own in enumerate(contracts):
+    for rank, contract in enumerate(contracts):
         if mesh.coordinates(rank).pp == 0:
-            stages = [replace(mesh.coordinates(rank), pp=stage) for stage in range(mesh.pp)]
-            whole[rank] = _of_all_stages([contracts[mesh.rank(stage)] for stage in stages], own)
+            places = [replace(mesh.coordinates(rank), pp=stage) for stage in range(mesh.pp)]
+            whole[rank] = _of_all_stages([contracts[mesh.rank(place)] for place in places], contract)
     first = whole[0]
     differing = {
-        f"{entry}{ON_RANK}{rank}": other[entry]
-        for rank, other in whole.items()
-        for entry in contract_differences(first, other, ("sharding", "cuts"))
-        if entry in other
+        f"{entry}{ON_RANK}{rank}": contract[entry]
+        for rank, contract in whole.items()
+        for entry in contract_differences(first, contract, ("sharding", "cuts"))
+        if entry in contract
     }
     return {**first, **differing}
 
@@ -187,49 +190,49 @@ def _of_all_stages(contracts: list[dict[str, Any]], own: dict[str, Any]) -> dict
 
 def on_any_mesh(contract: dict) -> dict:
     """The contract without what depends on the mesh: the loss is a mean over so many tokens, however they are divided."""
-    means = contract.get("loss_is_mean_over")
-    return {**contract, "loss_is_mean_over": math.prod(means)} if means else contract
+    sizes = contract.get("loss_is_mean_over")
+    return {**contract, "loss_is_mean_over": math.prod(sizes)} if sizes else contract
 
 
 def left_to_the_verdict(expected: dict[str, Any], actual: dict[str, Any]) -> tuple[str, ...]:
     """The entries that need not stop a run whose tensors are captured: the comparison looks at them, and says what they have done.
 
-    An optimizer of another kind has other state, so there is nothing to compare.
+    An optimizer of another kind stops it: it has other state, so there is nothing to compare.
     """
-    same_state = ("Adam" in expected["optimizer"]) == ("Adam" in actual["optimizer"])
-    others = KNOWN_DIFFERENCES if same_state else (*KNOWN_DIFFERENCES, "optimizer")
-    return tuple(entry for entry in actual if entry.partition(ON_RANK)[0] not in others)
+    has_same_state = ("Adam" in expected["optimizer"]) == ("Adam" in actual["optimizer"])
+    stopping = KNOWN_DIFFERENCES if has_same_state else (*KNOWN_DIFFERENCES, "optimizer")
+    return tuple(entry for entry in actual if entry.partition(ON_RANK)[0] not in stopping)
 
 
 def contract_differences(expected: dict, actual: dict, ignoring: tuple[str, ...] = ()) -> dict[str, str]:
     """Entry -> "entry is a, not b" for every entry in which two contracts differ. An entry of one rank names the rank."""
-    found = {}
+    differences = {}
     for key in sorted(expected.keys() | actual.keys()):
         entry, on_rank, rank = key.partition(ON_RANK)
-        not_asked = entry in IF_ASKED and expected.get(entry) is False
-        if entry in (*ignoring, *IMPLEMENTATION) or key in ignoring or not_asked:
+        is_not_asked = entry in IF_ASKED and expected.get(entry) is False
+        if entry in (*ignoring, *IMPLEMENTATION) or key in ignoring or is_not_asked:
             continue
-        what = _difference(entry, expected.get(entry), actual.get(key))
-        if what:
-            found[key] = f"on rank {rank}, {what}" if on_rank else what
-    return found
+        difference = _difference(entry, expected.get(entry), actual.get(key))
+        if difference:
+            differences[key] = f"on rank {rank}, {difference}" if on_rank else difference
+    return differences
 
 
 def _difference(key: str, expected: object, actual: object) -> str:
-    """In what two values of an entry differ: the first difference inside of two objects; "" if they are equal."""
+    """How two values of an entry differ, of two objects the first difference inside of them; "" if they are equal."""
     if expected == actual:
         return ""
     if key.startswith(f"{MODULE_SETTINGS}."):
-        # a library may replace a module by its own, which is set up otherwise
+        # A library may replace a module by one of its own, which has other settings.
         return _of_names(key.partition(".")[2], expected, actual, everywhere=False)
     if _is_by_name(expected) or _is_by_name(actual):
         return _of_names(key, expected, actual, everywhere=True)
     if isinstance(expected, dict) and isinstance(actual, dict):
-        inner = (
+        differences = (
             _difference(f"{key}.{name}", expected.get(name), actual.get(name))
             for name in {**expected, **actual}
         )
-        return next((what for what in inner if what), "")
+        return next((difference for difference in differences if difference), "")
     return f"{key} is {_short(actual)}, not {_short(expected)}"
 
 
@@ -246,7 +249,11 @@ def _is_by_name(value: object) -> bool:
 
 
 def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -> str:
-    """The names whose value differs, with `everywhere` also those that only one side has. A plain value is that of all names."""
+    """For which names the value differs, as a sentence; "" if for none. A plain value is that of all names.
+
+    With `everywhere`, names that only one side has differ, too.
+    """
+    # Name -> value of either side; None for a plain value
     wanted, found = (
         {name: value for value, names in side.items() for name in names}
         if isinstance(side, dict) and (not side or _is_by_name(side))
@@ -258,18 +265,18 @@ def _of_names(key: str, expected: object, actual: object, *, everywhere: bool) -
         names = [name for name in names if name in (wanted or {}) and name in (found or {})]
     pairs = {
         name: tuple(
-            json.dumps(side) if each is None else each.get(name, "nothing")
-            for each, side in ((wanted, expected), (found, actual))
+            json.dumps(side) if by_name is None else by_name.get(name, "nothing")
+            for by_name, side in ((wanted, expected), (found, actual))
         )
         for name in names
     }
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if not differing:  # but perhaps a name twice
+    if not differing:  # but a side may have a name twice
         return f"{key} is {_short(actual)}, not {_short(expected)}" if everywhere else ""
     first = next(iter(differing.values()))
-    alike = [name for name, pair in differing.items() if pair == first]
-    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-    return f"{key} of {alike[0]}{more} is {first[1]}, not {first[0]}"
+    affected = [name for name, pair in differing.items() if pair == first]
+    more = f" and {len(affected) - 1} more" if len(affected) > 1 else ""
+    return f"{key} of {affected[0]}{more} is {first[1]}, not {first[0]}"
 
 
 def _short(value: object) -> str:

@@ -1,8 +1,8 @@
 """How an axis divides the work of a run: what the checks before a start, the contract and the capture ask of it.
 
-A strategy's spec has a `lockstep.plan.config.Cut` for each axis that divides something inside of a sample or of the model: cp its positions, pp
-its layers. For pp a model is a row of units: the embedding, the layers, the head with the norm before it. A stage is a run of them. Nothing
-here imports torch.
+A strategy's spec has a `lockstep.plan.config.Cut` for each axis that divides something inside of a sample or of the model: cp its
+positions, pp its layers. For pp a model is a sequence of units: the embedding, the layers, the head with the norm before it. A stage has
+some consecutive ones. Nothing here imports torch.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class Positions:
             )
 
     def expected(self, config: Config, architecture: dict) -> list[list[list[int]]]:
-        """[start, length] of the runs of positions that each rank has."""
-        own = (self.pieces_of(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
-        return [runs([start + at for start, length in pieces for at in range(length)]) for pieces in own]
+        """[start, length] of the runs of consecutive positions that each rank has."""
+        ranks = (self.pieces_of(config.seq_length, rank, config.cp_size) for rank in range(config.cp_size))
+        return [runs([start + i for start, length in pieces for i in range(length)]) for pieces in ranks]
 
 
 BALANCED = Positions(balanced_share, each=2)
@@ -65,9 +65,9 @@ def num_stages(schedule: str, pp_size: int) -> int:
 
 def stages_of(schedule: str, rank: int, pp_size: int) -> list[int]:
     """The stages of a rank along pp, in order."""
-    _, each, back = SCHEDULES[schedule]
-    last = each * pp_size - 1
-    return [rank] if each == 1 else [rank, last - rank if back else rank + pp_size]
+    _, per_rank, runs_back = SCHEDULES[schedule]
+    last = per_rank * pp_size - 1
+    return [rank] if per_rank == 1 else [rank, last - rank if runs_back else rank + pp_size]
 
 
 def rank_of(schedule: str, stage: int, pp_size: int) -> int:
@@ -76,15 +76,15 @@ def rank_of(schedule: str, stage: int, pp_size: int) -> int:
 
 
 def units_of(stage: int, stages: int, num_layers: int) -> list[str | int]:
-    """The units of a stage, layers by their number: equally many, the first stages have one more."""
+    """The units of a stage, layers by their number. All stages have equally many, but the first may have one more each."""
     units = [modules.EMBEDDING, *range(num_layers), modules.HEAD]
-    each, more = divmod(len(units), stages)
-    start = stage * each + min(stage, more)
-    return units[start : start + each + (stage < more)]
+    size, rest = divmod(len(units), stages)
+    start = stage * size + min(stage, rest)
+    return units[start : start + size + (stage < rest)]
 
 
 class Layers:
-    """pp: every rank has some of the layers, and works on micro batches by a schedule; of a strategy with FSDP's options for it."""
+    """pp: every rank has some of the layers, and works on micro batches by a schedule. The strategy has FSDP's options for it."""
 
     def of(self, config: Config) -> tuple[str, int]:
         """The schedule, and the number of micro batches that it cuts a batch into."""
@@ -140,12 +140,12 @@ class Layers:
 
     def expected(self, config: Config, architecture: dict) -> dict[str, Any]:
         size, (schedule, microbatches) = config.pp_size, self.of(config)
-        layers, stages = architecture["num_hidden_layers"], num_stages(schedule, size)
-        own = (stages_of(schedule, rank, size) for rank in range(size))
+        num_layers, stages = architecture["num_hidden_layers"], num_stages(schedule, size)
+        stages_by_rank = (stages_of(schedule, rank, size) for rank in range(size))
         return {
             "schedule": schedule,
             "microbatches": microbatches,
-            "units": [[units_of(stage, stages, layers) for stage in of_rank] for of_rank in own],
+            "units": [[units_of(stage, stages, num_layers) for stage in own] for own in stages_by_rank],
         }
 
 

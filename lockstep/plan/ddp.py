@@ -9,7 +9,7 @@ from lockstep.plan.config import BASELINE, Config, Spec
 
 # --gradient_sync -> what happens to the gradients of a micro batch, and of the last one
 SYNCS = {"last": ("none", "all"), "every": ("all", "all")}
-TORCHS_BUCKET = 25  # MiB
+TORCHS_BUCKET = 25  # MiB, torch's default
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def of(config: Config) -> Options:
 
 
 def synced(config: Config, sync: tuple[str, str]) -> list[str]:
-    """What happens to the gradients of each micro batch of a step, by that of all but the last and of the last."""
+    """What happens to the gradients of each micro batch of a step. `sync` is (of all but the last, of the last)."""
     early, last = sync
     return [early] * (config.gradient_accumulation_steps - 1) + [last]
 

@@ -34,7 +34,7 @@ class DeepSpeed(Spec):
     also_called: Mapping[str, str] = field(default_factory=lambda: {"cp_size": "sp_size"}, hash=False)
     file_option: str = "deepspeed_config"
     library: str = "deepspeed"
-    # What it imports when it makes an engine. Muon alone, with torch's compiler, takes two seconds of a core.
+    # What DeepSpeed imports when it makes an engine. Muon alone, with torch's compiler, takes two seconds of a core.
     preloads: tuple[str, ...] = (
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -57,16 +57,16 @@ class DeepSpeed(Spec):
             raise UserError(
                 f"--optimizer {config.optimizer}: DeepSpeed steps flat pieces of many tensors, and adamw and sgd alone are known to take them; choose one"
             )
-        told, version = (
+        told, untested = (
             deepspeed_file.resolved(config, shapes.width(architecture)),
             origin.difference("deepspeed"),
         )
         file = zero.of(config).deepspeed_config
-        # The version that was tested knows what the flags ask for, without the import, which takes seconds.
+        # The tested version is known to read what the flags ask for. To ask DeepSpeed takes seconds, for its import.
         if file is not None:
             deepspeed_file.require_readable(told, config.device, str(file.path), "correct it")
-        elif version:
-            deepspeed_file.require_readable(told, config.device, version, "install requirements.txt")
+        elif untested:
+            deepspeed_file.require_readable(told, config.device, untested, "install requirements.txt")
         path = zero.of(config).nvme_path
         if path is not None:
             _require_libaio()
@@ -118,10 +118,10 @@ def _require_libaio() -> None:
     program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
     command = [compiler or "c++", "-x", "c++", "-", "-o", os.devnull, "-laio"]
     try:
-        linked = subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
+        is_linked = subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
     except OSError:
-        linked = False
-    if not linked:
+        is_linked = False
+    if not is_linked:
         raise UserError(
             "offload to nvme needs libaio with its headers and a C++ compiler; install the package libaio-dev (Debian, Ubuntu) or libaio-devel "
             "(Fedora, RHEL), and g++"

@@ -19,7 +19,7 @@ from lockstep.plan import zero
 from lockstep.plan.config import BETAS, EPS, Config
 
 AUTO = "auto"
-# place in the file -> the flag that an error names
+# Place in the file -> the flag that an error names
 FLAGS = {
     "train_batch_size": "--batch_size, --gradient_accumulation_steps and --dp_size",
     "train_micro_batch_size_per_gpu": "--batch_size",
@@ -42,17 +42,17 @@ FLAGS = {
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.weight_decay": "--weight_decay",
 }
-# The strategy has a default, and computes the same with another value.
+# The strategy has a default for this place, and computes the same with another value.
 OWN_CHOICE = "tensor_parallel.vocab_parallel_lm_head"
 BF16_WITHOUT_MASTER = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-# place in the file -> why
+# Place in the file -> why it is refused
 REFUSED = {
     "scheduler": "Lockstep sets the learning rate; leave the section out, and give --lr_schedule and --warmup_steps",
     "amp": "Lockstep has --precision fp32, autocast and bf16; leave the section out",
     "zero_optimization.cpu_offload": "write offload_optimizer with a device in its place",
     "zero_optimization.cpu_offload_param": "write offload_param with a device in its place",
 }
-# What DeepSpeed reads at the top level and no flag sets; it ignores what it does not know.
+# Keys at the top level that DeepSpeed reads and no flag sets. DeepSpeed ignores keys that it does not know.
 FURTHER = frozenset((
     "activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile", "csv_monitor", "dataloader_drop_last",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_allreduce_op", "gradient_predivide_factor",
@@ -62,7 +62,7 @@ FURTHER = frozenset((
 
 
 def of_flags(config: Config) -> dict[str, Any]:
-    """What the flags alone ask for. Each value that differs from DeepSpeed's default has its reason."""
+    """The configuration that the flags alone ask for. Where a value differs from DeepSpeed's default, a comment says why."""
     own = zero.of(config)
     bf16 = config.precision == "bf16"
     return {
@@ -85,7 +85,7 @@ def of_flags(config: Config) -> dict[str, Any]:
             # The default reduces the gradients of nn.Linear in bfloat16
             "lower_precision_safe_modules": [],
         },
-        # no float32 master copy: "bf16" means the same as in DDP and FSDP. Earlier versions know no more than "enabled"
+        # no float32 master copy: "bf16" means the same as in DDP and FSDP. Earlier versions know "enabled" alone
         "bf16": {"enabled": bf16, **(dict.fromkeys(BF16_WITHOUT_MASTER, True) if bf16 else {})},
         # embedding and head are sharded over the vocabulary and the loss computed on the shards, as in FSDP
         "tensor_parallel": {
@@ -97,18 +97,21 @@ def of_flags(config: Config) -> dict[str, Any]:
 
 def of_zero(own: zero.Options) -> dict[str, Any]:
     """DeepSpeed's "zero_optimization"."""
-    told: dict[str, Any] = {"stage": own.zero_stage}
+    section: dict[str, Any] = {"stage": own.zero_stage}
     for name in zero.OFFLOADED:
         device = getattr(own, name)
         if device != "none":
-            told[name] = {"device": device}
+            section[name] = {"device": device}
         if device == "nvme":
-            told[name]["nvme_path"] = str(own.nvme_path)
-    return told
+            section[name]["nvme_path"] = str(own.nvme_path)
+    return section
 
 
 def _known(config: Config) -> dict[str, Any]:
-    """What a file must say if it says it: what the flags ask for, and what follows and DeepSpeed is not told a second time."""
+    """The values that a file must have, in the places that it has: what the flags ask for, and what follows from that.
+
+    DeepSpeed is not told the latter a second time.
+    """
     told = of_flags(config)
     bf16, section = config.precision == "bf16", told["zero_optimization"]
     adamw = {"betas": list(BETAS), "eps": EPS} if config.optimizer == "adamw" else {}
@@ -117,7 +120,7 @@ def _known(config: Config) -> dict[str, Any]:
         "train_batch_size": config.batch_size * config.gradient_accumulation_steps * config.dp_size,
         "gradient_clipping": config.max_grad_norm,
         "fp16": {"enabled": False},
-        # Otherwise step() reduces the gradients, too late to read them before
+        # Otherwise step() reduces the gradients, which is too late to read them before the update
         "managed_gradient_accumulation": True,
         "data_types": {"grad_accum_dtype": told["communication_data_type"]},
         "bf16": {"enabled": bf16, **dict.fromkeys(BF16_WITHOUT_MASTER, bf16)},
@@ -125,7 +128,7 @@ def _known(config: Config) -> dict[str, Any]:
         "zero_optimization": {
             "stage": section["stage"],
             "compute_grad_norm": True,  # histories have the norm
-            "legacy_stage1": False,  # DeepSpeed has it no more
+            "legacy_stage1": False,  # DeepSpeed no longer has it
             "offload_optimizer": section.get("offload_optimizer", {"device": "none"}),
             "offload_param": section.get("offload_param", {"device": "none"}),
         },
@@ -137,7 +140,7 @@ def _known(config: Config) -> dict[str, Any]:
 
 
 def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
-    """What DeepSpeed is given: the flags', and what else a user's file has. Raises UserError if the two contradict each other."""
+    """What DeepSpeed is given: what the flags ask for, and what else a user's file has. Raises UserError if the two contradict."""
     told, file = of_flags(config), zero.of(config).deepspeed_config
     if file is None:
         return told
@@ -163,32 +166,36 @@ def resolved(config: Config, hidden_size: int) -> dict[str, Any]:
 def _fill(
     told: dict[str, Any], found: dict[str, Any], known: dict[str, Any], sizes: dict[str, int], above: str = ""
 ) -> Iterator[str]:
-    """Add to a section what a file has in it and no flag sets. Yields what is wrong with the file."""
+    """Add to a section what a file has in it and no flag sets. Yield what is wrong with the file, a message each.
+
+    `told`, `found` and `known` are the same section of what DeepSpeed is given, of the file, and of what the file must agree with
+    (`_known`). `sizes` are what "auto" means, by place. `above` is the place of the section, with a dot at its end.
+    """
     for key, value in found.items():
-        name, asked = above + key, known.get(key)
+        name, required = above + key, known.get(key)
         shown = f"{name} is {json.dumps(value)}"
         if name in REFUSED:
             yield f"{name}: {REFUSED[name]}"
         elif not above and key not in {*known, *FURTHER}:
             yield f"{name} is no key of DeepSpeed's, which would ignore it; correct it"
-        elif isinstance(asked, dict) and not isinstance(value, dict):
+        elif isinstance(required, dict) and not isinstance(value, dict):
             yield f"{shown}, it must be an object; correct it"
-        elif isinstance(value, dict) and (asked is None or isinstance(asked, dict)):
+        elif isinstance(value, dict) and (required is None or isinstance(required, dict)):
             section = told.setdefault(key, {})
-            yield from _fill(section, value, asked or {}, sizes, f"{name}.")
+            yield from _fill(section, value, required or {}, sizes, f"{name}.")
             if not section:
                 del told[key]
         elif value == AUTO and name in sizes:
             told[key] = sizes[name]
         elif name == OWN_CHOICE and isinstance(value, bool):
             told[key] = value
-        elif asked is not None:
+        elif required is not None:
             if key == "nvme_path" and value != AUTO:
                 value = str(Path(str(value)).expanduser().absolute())
             # As in JSON, true is not 1.
-            if value != AUTO and (value != asked or isinstance(value, bool) != isinstance(asked, bool)):
+            if value != AUTO and (value != required or isinstance(value, bool) != isinstance(required, bool)):
                 set_by = FLAGS.get(name, "in every run")
-                yield f'{shown}, and must be {json.dumps(asked)} ({set_by}); write "{AUTO}", or make the two agree'
+                yield f'{shown}, and must be {json.dumps(required)} ({set_by}); write "{AUTO}", or make the two agree'
         elif value == AUTO:
             yield f"{shown}, and no flag gives it a value; write one"
         elif above.startswith("optimizer."):
@@ -211,7 +218,7 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
         value = _at(file.content, place, AUTO)
         if value == AUTO:
             continue
-        # 2.0 and true are numbers, too
+        # 2.0 and true are equal to numbers of the range, too
         if value not in choices or type(value) is not type(choices[0]):
             raise UserError(f"{file.path}: {place} must be one of {', '.join(map(str, choices))}; correct it")
         given[flag] = value
@@ -222,7 +229,7 @@ def defaults(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _at(content: Any, place: str, default: Any) -> Any:
-    """What a configuration has in a place, as "timers.throughput"."""
+    """The value in a place of a configuration, such as "timers.throughput"; `default` if there is none."""
     for key in place.split("."):
         content = content.get(key, default) if isinstance(content, dict) else default
     return content
@@ -258,20 +265,20 @@ def _classes() -> dict[str, Any]:
 
 
 def require_readable(told: dict[str, Any], device: str, where: str, remedy: str) -> None:
-    """Raise UserError for the first unknown key or impossible value of the sections in `_classes`, and a preset that DeepSpeed has not.
+    """Raise UserError for the first unknown key or impossible value of the sections in `_classes`, or for an unknown preset.
 
     `where` and `remedy` are for the error. Imports DeepSpeed.
     """
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for a GPU, and says so
-    for place, model in _classes().items():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU, and says so
+    for place, section_class in _classes().items():
         try:
-            model.model_validate(_at(told, place, {}))
+            section_class.model_validate(_at(told, place, {}))
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, (place, *first["loc"])))
-            said = printable(f"{json.dumps(first['input'])}: {first['msg']}", 300)
-            problem = f"{LIBRARY_REFUSES}: {name} is {said}"
+            reason = printable(f"{json.dumps(first['input'])}: {first['msg']}", 300)
+            problem = f"{LIBRARY_REFUSES}: {name} is {reason}"
             if first["type"] == "extra_forbidden":
                 problem = f"{name} is no key of DeepSpeed's"
             raise UserError(f"{where}: {problem}; {remedy}") from error

@@ -80,7 +80,7 @@ class FSDP(Spec):
     program: str = "train_fsdp.py"
     options: type = Options
     cuts: Mapping[str, Cut] = field(default_factory=lambda: {"cp": BALANCED, "pp": LAYERS}, hash=False)
-    # gloo ends such ranks with a segmentation fault: torch 2.11 on an H200
+    # gloo ends ranks that share a GPU with a segmentation fault: torch 2.11 on an H200
     ranks_share_gpus: bool = False
 
     def require(self, config: Config, architecture: dict) -> None:

@@ -105,7 +105,7 @@ class Mesh:
 
     @property
     def num_loss_shares(self) -> int:
-        """Ranks that compute the loss of other tokens; the loss is the mean over them."""
+        """The number of ranks that compute the loss of different tokens; the loss is the mean over them."""
         return self.num_sample_shares * math.prod(map(self.size, _cutting(Cuts.POSITIONS)))
 
     def neighbour(self, rank: int, axis: str) -> int:
@@ -116,7 +116,7 @@ class Mesh:
 
     @property
     def label(self) -> str:
-        """ "TP=2, DP=2": tp and dp, then the other axes of more than one rank."""
+        """The sizes, as "TP=2, DP=2": tp and dp, then the other axes of more than one rank."""
         return ", ".join(f"{axis.upper()}={self.size(axis)}" for axis in ("tp", "dp", *self.further_axes))
 
     @property
@@ -127,18 +127,18 @@ class Mesh:
     def draw(self) -> str:
         """The grid as text: one line for the ranks along each innermost axis."""
         outer, innermost = list(self.sizes)[:-1], list(self.sizes)[-1]
-        shown = [axis for axis in outer if self.size(axis) > 1 or axis == "dp"]
-        head = " " * (2 + 6 * len(shown)) + "".join(
+        drawn_axes = [axis for axis in outer if self.size(axis) > 1 or axis == "dp"]
+        header = " " * (2 + 6 * len(drawn_axes)) + "".join(
             f"{innermost} {place:<6}" for place in range(self.size(innermost))
         )
-        lines = [head.rstrip()]
+        lines = [header.rstrip()]
         for places in itertools.product(*(range(self.size(axis)) for axis in outer)):
-            here = dict(zip(outer, places, strict=True))
+            row = dict(zip(outer, places, strict=True))
             ranks = (
-                self.rank(Coordinates(**here, **{innermost: place})) for place in range(self.size(innermost))
+                self.rank(Coordinates(**row, **{innermost: place})) for place in range(self.size(innermost))
             )
-            left = "".join(f"{axis} {here[axis]:<3}" for axis in shown)
-            lines.append(("  " + left + "".join(f"rank {rank:<4}" for rank in ranks)).rstrip())
+            row_label = "".join(f"{axis} {row[axis]:<3}" for axis in drawn_axes)
+            lines.append(("  " + row_label + "".join(f"rank {rank:<4}" for rank in ranks)).rstrip())
         return "\n".join(lines)
 
 
@@ -194,10 +194,10 @@ def _sample_shares(mesh: Mesh) -> tuple[int, ...]:
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """(start, length) of a rank's share of a dim, as torch.chunk cuts it: equal shares, the last ones shorter."""
-    each = -(-length // size)
-    start = min(rank * each, length)
-    return start, min(each, length - start)
+    """(start, length) of a rank's shard of a dim, as torch.chunk cuts it: equal lengths, but the last ones may be shorter."""
+    longest = -(-length // size)
+    start = min(rank * longest, length)
+    return start, min(longest, length - start)
 
 
 def balanced_share(length: int, rank: int, size: int) -> list[tuple[int, int]]:
@@ -209,19 +209,19 @@ def balanced_share(length: int, rank: int, size: int) -> list[tuple[int, int]]:
         return [(0, length)]
     if length % (2 * size):
         raise ValueError(f"{length} positions cannot be cut into {2 * size} equal pieces")
-    each = length // (2 * size)
-    return [(rank * each, each), ((2 * size - 1 - rank) * each, each)]
+    piece = length // (2 * size)
+    return [(rank * piece, piece), ((2 * size - 1 - rank) * piece, piece)]
 
 
 def runs(positions: list[int]) -> list[list[int]]:
     """[start, length] of the runs of consecutive positions, in order."""
-    found: list[list[int]] = []
+    pairs: list[list[int]] = []
     for position in positions:
-        if found and position == sum(found[-1]):
-            found[-1][1] += 1
+        if pairs and position == sum(pairs[-1]):
+            pairs[-1][1] += 1
         else:
-            found.append([position, 1])
-    return found
+            pairs.append([position, 1])
+    return pairs
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":

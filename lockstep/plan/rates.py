@@ -23,7 +23,7 @@ def changes(options: Mapping[str, Any]) -> bool:
 
 
 def require(options: Mapping[str, Any], num_steps: int) -> None:
-    """Raise UserError for a schedule that ends before the run does, or that there is none of."""
+    """Raise UserError for a schedule that ends before the run does, or for --schedule_steps without a schedule."""
     if options["schedule_steps"] and not changes(options):
         raise UserError(
             f"--schedule_steps {options['schedule_steps']}: the rate is constant; leave it out, or add --lr_schedule cosine"
@@ -36,7 +36,7 @@ def require(options: Mapping[str, Any], num_steps: int) -> None:
 
 
 def rate_of(options: Mapping[str, Any], step: int, num_steps: int) -> float:
-    """The rate of a step, from 1, of a run of `num_steps`."""
+    """The rate of a step, which counts from 1, in a run of `num_steps`."""
     num_steps = options["schedule_steps"] or num_steps
     rate, warmup = options["learning_rate"], options["warmup_steps"]
     if step <= warmup:

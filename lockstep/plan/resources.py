@@ -1,4 +1,7 @@
-"""What a run can use: the launcher's ranks, this machine's cores, GPUs and memory; and a rank's part of them. Importing it needs no torch."""
+"""What a run can use: the launcher's ranks, this machine's cores, GPUs and memory; and a rank's part of them.
+
+Importing this needs no torch.
+"""
 
 import contextlib
 import importlib.metadata
@@ -15,10 +18,8 @@ from lockstep.plan.mesh import AXES, Mesh
 if TYPE_CHECKING:
     import torch
 
-CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)  # of versions 2 and 1
+# The container's limit of memory, in versions 2 and 1 of cgroups
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
 
 
@@ -27,7 +28,7 @@ def launched_in_place() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-# What sets the number of processes without giving them ranks
+# Environment variable with the number of processes -> the program that sets it, and gives the processes no ranks
 STARTERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun", "SLURM_STEP_NUM_TASKS": "srun"}
 
 
@@ -57,25 +58,25 @@ def resolve_mesh(spec: Spec, options: dict[str, Any]) -> dict[str, int]:
                 f"--{axis}_size {size}: {spec.label} has no {AXES[axis].value} parallelism; leave it out, or use another strategy"
             )
     sizes["tp"] = sizes["tp"] or (2 if "tp" in spec.axes else 1)
-    started = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
-    total = options["num_workers"] or started
+    launched = int(os.environ["WORLD_SIZE"]) if launched_in_place() else None
+    total = options["num_workers"] or launched
     if sizes["dp"] is None:
         others = math.prod(size for axis, size in sizes.items() if axis != "dp")
         sizes["dp"] = 1 if "dp" not in spec.axes else max(1, total // others) if total else 2
     mesh = Mesh(**sizes)
     workers = options["num_workers"] or mesh.world_size
     shown = ("tp", "dp", *mesh.further_axes)
-    names, sizes_of = (
-        " x ".join(each)
-        for each in ((f"{axis}_size" for axis in shown), (str(mesh.size(axis)) for axis in shown))
+    names, product = (
+        " x ".join(factors)
+        for factors in ((f"{axis}_size" for axis in shown), (str(mesh.size(axis)) for axis in shown))
     )
     if workers != mesh.world_size:
         raise UserError(
-            f"--num_workers {workers} is not {names} = {sizes_of} = {mesh.world_size}; change one of them"
+            f"--num_workers {workers} is not {names} = {product} = {mesh.world_size}; change one of them"
         )
-    if started not in (None, workers):
+    if launched not in (None, workers):
         raise UserError(
-            f"the launcher started {started} processes, the mesh has {sizes_of} = {workers}; start {workers}, or change the mesh ({names})"
+            f"the launcher started {launched} processes, the mesh has {product} = {workers}; start {workers}, or change the mesh ({names})"
         )
     return {"num_workers": workers, **{f"{axis}_size": size for axis, size in mesh.sizes.items()}}
 
@@ -101,7 +102,7 @@ def resolve_device(spec: Spec, options: dict[str, Any]) -> dict[str, str]:
     device, backend, workers = options["device"], options["backend"], options["num_workers"]
     gpus, cores = local_gpus(), os.cpu_count() or 1
     in_place = launched_in_place()
-    cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # its size is not this machine's
+    is_on_cluster = bool(os.environ.get("RAY_ADDRESS")) and not in_place  # whose size is not this machine's
     if in_place:
         workers = workers_here(workers)
     if device == "auto":
@@ -112,16 +113,16 @@ def resolve_device(spec: Spec, options: dict[str, Any]) -> dict[str, str]:
         raise UserError(
             "--backend nccl needs --device cuda and one GPU per worker; use --backend gloo on CPUs"
         )
-    if device == "cuda" and not cluster:
-        # ray gives each rank its own
-        shared = backend == "gloo" and in_place and spec.ranks_share_gpus
-        needed = 1 if shared else workers
+    if device == "cuda" and not is_on_cluster:
+        # Ray gives each rank a GPU of its own.
+        is_shared = backend == "gloo" and in_place and spec.ranks_share_gpus
+        needed = 1 if is_shared else workers
         if gpus < needed:
             raise UserError(
                 f"--device cuda: {needed} GPUs needed for {workers} workers, {gpus} found; "
                 "use --device cpu, or lower --tp_size or --dp_size"
             )
-    if device == "cpu" and not cluster and workers > WORKERS_PER_CORE * cores:
+    if device == "cpu" and not is_on_cluster and workers > WORKERS_PER_CORE * cores:
         raise UserError(
             f"{workers} workers on {cores} CPU cores: at most {WORKERS_PER_CORE} per core; lower --tp_size or --dp_size"
         )
@@ -141,8 +142,9 @@ def device_elsewhere(options: dict[str, Any]) -> dict[str, str]:
 def require_memory(config: Config, architecture: dict, workers_here: int) -> None:
     """Raise UserError if this machine has less memory than the run's workers here need at least.
 
-    It is a lower bound: parameters, gradients and optimizer state, without activations and torch itself. Without it the kernel would kill the
-    workers later. Imports torch to count the parameters. Does nothing if RAY_ADDRESS names a cluster, whose size is not this machine's.
+    The need is a lower bound: parameters, gradients and optimizer state, without activations and torch itself. Without this check the
+    kernel would kill the workers later. Imports torch to count the parameters. Does nothing if RAY_ADDRESS names a cluster, whose size is
+    not this machine's.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
@@ -184,7 +186,7 @@ def machine_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Of memory on this machine, or in its container."""
+    """Main memory that is available on this machine, but no more than the container may have."""
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, machine_bytes())
@@ -198,9 +200,8 @@ def training_device(config: Config) -> "torch.device":
     share_cores(config, workers_here(config.num_workers))
     if config.device != "cuda":
         return torch.device("cpu")
-    device = torch.device(
-        "cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    )  # over gloo, ranks may share a GPU
+    # Over gloo, ranks may share a GPU.
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -219,7 +220,7 @@ def share_cores(config: Config, num_workers: int) -> None:
 
 
 def make_batch_threads() -> None:
-    """Let no thread of this rank preempt another, nor any that they start from now on. Linux only; elsewhere it does nothing.
+    """Let no thread of this rank, nor any that these start from now on, preempt another. Linux only; elsewhere it does nothing.
 
     A thread of gloo that wakes up takes the core from the thread that holds the lock it needs, and then spins: with tensor parallelism,
     four ranks on two cores take up to 1.7 times as long (docs/findings.md). A policy that the user chose is kept.
@@ -227,7 +228,7 @@ def make_batch_threads() -> None:
     if not hasattr(os, "SCHED_BATCH"):
         return
     for thread in map(int, os.listdir("/proc/self/task")):
-        # It has ended, or a container forbids it. Only speed depends on it.
+        # The thread may have ended, or a container may forbid the change. Only speed depends on it.
         with contextlib.suppress(OSError):
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

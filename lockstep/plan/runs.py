@@ -38,13 +38,13 @@ class Run:
     @property
     def arguments(self) -> list[str]:
         """The flags by which it differs from other runs."""
-        own = ["--dp_size", str(self.mesh.dp), "--batch_size", str(self.batch_size)]
+        arguments = ["--dp_size", str(self.mesh.dp), "--batch_size", str(self.batch_size)]
         if "tp" in self.spec.axes:
-            own += ["--tp_size", str(self.mesh.tp)]
+            arguments += ["--tp_size", str(self.mesh.tp)]
         for axis in self.mesh.further_axes:
-            own += [f"--{axis}_size", str(self.mesh.size(axis))]
-        own += self.options
-        return own if self.name == self.spec.name else [*own, "--run_name", self.name]
+            arguments += [f"--{axis}_size", str(self.mesh.size(axis))]
+        arguments += self.options
+        return arguments if self.name == self.spec.name else [*arguments, "--run_name", self.name]
 
 
 def runs_of(names: str, baseline: Config, tp_size: int) -> list[Run]:
@@ -61,6 +61,7 @@ def runs_of(names: str, baseline: Config, tp_size: int) -> list[Run]:
 
 
 def _run(name: str, baseline: Config, tp_size: int) -> Run:
+    """The run that one entry of the list, NAME@MESH:OPTIONS, names."""
     parts = OWN.fullmatch(name) or REGISTERED.fullmatch(name)
     if parts is None:
         raise UserError(
@@ -87,13 +88,15 @@ def _run(name: str, baseline: Config, tp_size: int) -> Run:
 
 
 def _mesh(text: str, spec: Spec, where: str) -> Mesh:
+    """The mesh that a text such as tp1xdp4 names. Raises UserError, beginning with `where`, for one that the strategy cannot have."""
+    # Written again, the sizes are the text, unless some of it is no size, or an axis is named twice.
     sizes = dict(re.findall(r"([a-z]+)([1-9]\d{0,5})(?:x|$)", text))
     if not text or "x".join(map("".join, sizes.items())) != text:
         raise UserError(f"{where}: {text or 'nothing'} is not a mesh; write it as tp1xdp4")
     unknown = next((axis for axis in sizes if axis not in AXES), None)
     if unknown:
-        also = {library: flag for flag, library in spec.also_called.items()}.get(f"{unknown}_size")
-        remedy = f"write {also.removesuffix('_size')}" if also else f"the axes are {', '.join(AXES)}"
+        meant = {library: flag for flag, library in spec.also_called.items()}.get(f"{unknown}_size")
+        remedy = f"write {meant.removesuffix('_size')}" if meant else f"the axes are {', '.join(AXES)}"
         raise UserError(f"{where}: there is no axis {unknown}; {remedy}")
     unused = next((axis for axis, size in sizes.items() if axis not in spec.axes and int(size) > 1), None)
     if unused:
@@ -103,16 +106,17 @@ def _mesh(text: str, spec: Spec, where: str) -> Mesh:
 
 def _options(text: str, spec: Spec, where: str) -> dict[str, str | None]:
     """Option -> value, None for one without a value. Raises UserError for one that the strategy does not have."""
+    # Option -> whether it is a switch, which takes no value
     known = {option.name: is_switch(spec.options, option) for option in fields(spec.options)}
     known |= {name: off is False for name, off in PER_RUN.items()}
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     for part in text.split("+"):
         name, equals, value = part.partition("=")
         if name not in known:
             raise UserError(
                 f"{where}: {spec.label} has no option {name or 'without a name'}; it has {', '.join(known)}"
             )
-        if name in found:
+        if name in values:
             raise UserError(f"{where}: {name} is given twice; leave one out")
         if equals and known[name]:
             raise UserError(f"{where}: {name} takes no value; leave ={value} out")
@@ -120,8 +124,8 @@ def _options(text: str, spec: Spec, where: str) -> dict[str, str | None]:
             raise UserError(
                 f"{where}: {name} needs a value without blanks, or the path of a file, not JSON itself"
             )
-        found[name] = value if equals else None
-    return found
+        values[name] = value if equals else None
+    return values
 
 
 def _in_a_name(value: str) -> str:
@@ -131,7 +135,7 @@ def _in_a_name(value: str) -> str:
 
 
 def _short(name: str, most: int) -> str:
-    """A name of at most so many characters; a hash where it is cut."""
+    """A name cut to `most` characters, with a hash at its end if it was cut."""
     return name if len(name) <= most else f"{name[: most - 7]}-{_hash(name)}"
 
 

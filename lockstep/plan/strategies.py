@@ -33,9 +33,9 @@ def spec_of(name: str) -> Spec:
             f"there is no strategy {name}; choose from {', '.join(SPECS)}, or give your own as path/to/file.py:Class"
         )
     factory = user_file.absolute(name)
-    own = load(factory)
-    told = {key: getattr(own, key) for key in ("label", "axes", "handles", "cuts") if hasattr(own, key)}
-    spec = replace(getattr(own, "spec", Spec()), **told)
+    cls = load(factory)
+    attributes = {key: getattr(cls, key) for key in ("label", "axes", "handles", "cuts") if hasattr(cls, key)}
+    spec = replace(getattr(cls, "spec", Spec()), **attributes)
     if not isinstance(spec.axes, tuple) or not set(spec.axes) <= AXES.keys():
         raise UserError(
             f"{path}: {class_name}: axes is {spec.axes!r}; it must be a tuple of some of {', '.join(AXES)}"

@@ -132,13 +132,13 @@ def observed(engine: Any, stepped: int, collectives: str) -> dict[str, Any]:
     """
     parameters, optimizer = list(engine.module.parameters()), engine.optimizer
     sharded = [hasattr(parameter, "ds_id") for parameter in parameters]
-    whole = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+    num_elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     offloaded = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
     weights, swaps = getattr(optimizer, "offload_param", False), getattr(optimizer, "swap_optimizer", False)
     weights_swap = getattr(optimizer, "params_in_nvme_and_cpu", False)
     return {
         "optimizer": type(optimizer).__name__,
-        "optimizer_shards": round(whole / stepped),
+        "optimizer_shards": round(num_elements / stepped),
         "gradients_sharded": all(sharded) or bool(getattr(optimizer, "partition_gradients", False)),
         "weights_sharded": all(sharded),
         "offload_optimizer": ("nvme" if swaps else "cpu") if offloaded else "none",

@@ -2,10 +2,10 @@
 
     python -m lockstep.running.jobs JOBS.json
 
-JOBS.json is what `start_groups` writes: groups, [number of ranks, jobs], which run one after the other. The jobs of a group share its ranks
-(lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy and its
-flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.verdict.reference with the flags of
-train_ddp.py; with "replays", a list of folders, it replays these dumps and the baseline's, not all that lie beside its own.
+JOBS.json is what `start_groups` writes: groups, each [number of ranks, jobs], which run one after the other. The jobs of a group share its
+ranks (lockstep/running/ranks.py), or one process outside any launcher if the number is null. A job is {"strategy", "arguments"}, a strategy
+and its flags, and may have "fault", the name of a fault to plant. The strategy "reference" is lockstep.verdict.reference with the flags of
+train_ddp.py. With "replays", a list of folders, it replays these dumps and the baseline's, not all that lie beside its own.
 """
 
 if __name__ == "__main__":
@@ -59,10 +59,11 @@ def start_groups(
     patience: float | None = None,
     shown: bool = False,
 ) -> tuple[list[float], int]:
-    """Run the jobs of (number of ranks, jobs), group after group, until one fails.
+    """Run the jobs of all groups, one group after the other, until a job fails.
 
     Returns the seconds of each finished job, and the exit status. If a job failed, or made no progress for `patience` seconds
-    (lockstep/ground/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks; their progress is shown, if `shown`.
+    (lockstep/ground/hang.py), there are fewer seconds than jobs. FOLDER/log.txt has the output of the ranks. With `shown`, their progress
+    is shown.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, done, log = folder / "jobs.json", folder / "done.txt", folder / "log.txt"
@@ -73,23 +74,23 @@ def start_groups(
     if patience is not None:
         environment[hang.VARIABLE] = str(patience)
     # The log is cut while it is written, so whoever writes must append.
-    with open(log, "a") as end, open(log, encoding="utf-8", errors="replace") as said, startup.cleaning_up():
+    with open(log, "a") as out, open(log, encoding="utf-8", errors="replace") as text, startup.cleaning_up():
         process = processes.start(
             [sys.executable, "-m", NAME, str(path)],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=end,
-            stderr=end,
+            stdout=out,
+            stderr=out,
         )
         try:
             while process.poll() is None:
                 time.sleep(0.1)
-                _show(said, shown)
+                _show(text, shown)
                 if processes.cut(log):
-                    said.seek(0, os.SEEK_END)
+                    text.seek(0, os.SEEK_END)
         finally:
             processes.end(process)
-        _show(said, shown)
+        _show(text, shown)
         progress.screen.leave()
     return [float(line) for line in done.read_text().splitlines()], process.returncode
 
@@ -144,7 +145,7 @@ def preload(groups: list[Group]) -> None:
     """Import what the ranks need, and find the layouts that they capture, unless they use GPUs: a library may initialise CUDA."""
     jobs = [job for _, group in groups for job in group]
     if (
-        any(word == "cuda" or word == "--device=cuda" for job in jobs for word in job["arguments"])
+        any(arg == "cuda" or arg == "--device=cuda" for job in jobs for arg in job["arguments"])
         or resources.local_gpus()
     ):
         return
@@ -208,9 +209,9 @@ def main() -> int:
     groups = read_json(path)
     with startup.importing():
         preload(groups)
-    for number, jobs in groups:
-        rank = functools.partial(_rank, number, jobs, path.with_name("done.txt"))
-        status = ranks.fork(number or 1, rank, NAME)
+    for num_ranks, jobs in groups:
+        rank = functools.partial(_rank, num_ranks, jobs, path.with_name("done.txt"))
+        status = ranks.fork(num_ranks or 1, rank, NAME)
         if status:
             return status
     return 0

@@ -1,7 +1,7 @@
 """Ranks on this machine, forked from one process that has already imported what they need.
 
-To import torch and the libraries of the strategies takes five seconds of a core: here once, and not once per rank. A process
-that forks must have no threads and no CUDA context, so this one imports, forks and waits, and does nothing else.
+Importing torch and the libraries of the strategies takes five seconds of a core: here once, not once per rank. A process that forks must
+have no threads and no CUDA context, so this one imports, forks and waits, and does nothing else.
 """
 
 import os
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from lockstep.ground import processes
 from lockstep.ground.errors import printable
 
-GRACE = 5.0  # seconds in which the other ranks may report why they fail, too
+# Seconds in which the other ranks may report why they fail, too
+GRACE = 5.0
 
 
 def fork(num_ranks: int, body: Callable[[socket.socket], int], name: str) -> int:
@@ -44,7 +45,8 @@ def _be_rank(rank: int, num_ranks: int, listener: socket.socket, parent: int, bo
     status = 3
     try:
         processes.end_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before we could ask
+        # The parent may have ended before this process asked to end with it.
+        if os.getppid() != parent:
             os._exit(1)
         os.environ |= {
             "RANK": str(rank),
@@ -60,7 +62,8 @@ def _be_rank(rank: int, num_ranks: int, listener: socket.socket, parent: int, bo
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # the groups of many strategies are not worth taking down one by one
+        # The process groups of many strategies are not worth destroying one by one.
+        os._exit(status)
 
 
 def join(listener: socket.socket, backend: str) -> None:
@@ -80,21 +83,20 @@ def join(listener: socket.socket, backend: str) -> None:
 def _wait(left: dict[int, int], name: str) -> int:
     """Wait for all ranks (process id -> rank). The first failure ends them all, after GRACE."""
     failed, deadline = 0, 0.0
-    # Ranks whose process ended with status 0, as that of a rank whose code called exit does, too
+    # Ranks that ended with status 0. They may have finished, or their code may have called exit.
     ended: list[int] = []
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         if pid == 0:
             if time.monotonic() > deadline:
-                for each in left:
-                    os.kill(each, signal.SIGKILL)
+                for other in left:
+                    os.kill(other, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(0.05)
             continue
         rank, code = left.pop(pid), os.waitstatus_to_exitcode(status)
-        if code < 0 and deadline < float(
-            "inf"
-        ):  # not killed here; another rank may have failed of it and ended first
+        # Not killed here. Another rank may have failed because of it, and ended first.
+        if code < 0 and deadline < float("inf"):
             print(
                 printable(f"{name}: rank {rank} was {processes.killed_by(-code)}"),
                 file=sys.stderr,
@@ -103,9 +105,9 @@ def _wait(left: dict[int, int], name: str) -> int:
         if code == 0 and not failed:
             ended.append(rank)
         if code and not failed:
-            for each in ended:
+            for other in ended:
                 print(
-                    f"{name}: rank {each} ended with status 0 before rank {rank}, which failed; look for a call of exit on rank {each}",
+                    f"{name}: rank {other} ended with status 0 before rank {rank}, which failed; look for a call of exit on rank {other}",
                     file=sys.stderr,
                     flush=True,
                 )

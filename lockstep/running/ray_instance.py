@@ -8,7 +8,8 @@ if __name__ == "__main__":
 
     from lockstep.ground import startup
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the script that started this
+    # These signals are for the script that started this process.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     startup.begin()
 
@@ -74,9 +75,8 @@ def connect(ray: ModuleType) -> None:
                 address=address,
                 **({"include_dashboard": False} if address == "local" else {}),
                 logging_level=logging.ERROR,
-                logging_config=ray.LoggingConfig(
-                    log_level="ERROR"
-                ),  # without a dashboard Ray warns every second
+                # Without a dashboard Ray warns every second.
+                logging_config=ray.LoggingConfig(log_level="ERROR"),
             )
     except ray.exceptions.AuthenticationError as error:
         raise UserError(
@@ -93,14 +93,15 @@ def connect(ray: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _our_sigterm(ray: ModuleType) -> Iterator[None]:
-    """Ray takes SIGTERM for itself while it starts, to end with a trace and its own status. Here lockstep/ground/startup.py answers it."""
-    takes, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    """Keep our handler of SIGTERM (lockstep/ground/startup.py). Ray would set its own, which ends with a trace and another status."""
+    ray_setter, our_handler = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     ray._private.utils.set_sigterm_handler = lambda _handler: None
     try:
         yield
     finally:
-        ray._private.utils.set_sigterm_handler = takes
-        signal.signal(signal.SIGTERM, ours)  # its native code takes it, too
+        ray._private.utils.set_sigterm_handler = ray_setter
+        # Ray's native code sets a handler, too.
+        signal.signal(signal.SIGTERM, our_handler)
 
 
 def _require_cluster(ray: ModuleType, address: str) -> None:
@@ -108,35 +109,37 @@ def _require_cluster(ray: ModuleType, address: str) -> None:
 
     A cluster made by `ray start` asks for a token if there is one, so ours is sent if RAY_AUTH_MODE is unset.
     """
-    found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-    host, _, port = found.rpartition(":")
+    gcs_address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+    host, _, port = gcs_address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
     tokens = ray._raylet.AuthenticationTokenLoader.instance()
     if os.environ.get("RAY_AUTH_MODE") == "token" and not tokens.has_token(ignore_auth_mode=True):
-        raise ray.exceptions.AuthenticationError("no token")  # the client would end the process
+        # Without a token, the client would end the process.
+        raise ray.exceptions.AuthenticationError("no token")
     with _quiet():
         try:
-            ray._raylet.GcsClient(address=found)
+            ray._raylet.GcsClient(address=gcs_address)
         except ray.exceptions.AuthenticationError:
             if "RAY_AUTH_MODE" in os.environ or not tokens.has_token(ignore_auth_mode=True):
                 raise
             os.environ["RAY_AUTH_MODE"] = "token"
-            ray._raylet.Config.initialize("")  # Ray has read the environment already
-            ray._raylet.GcsClient(address=found)
+            # Ray has read the environment already; it must read it again.
+            ray._raylet.Config.initialize("")
+            ray._raylet.GcsClient(address=gcs_address)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress what native code writes to standard error; the exception says the same."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    saved, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(devnull)
 
 
 def shutdown(ray: ModuleType, *, clean: bool) -> None:
@@ -145,9 +148,10 @@ def shutdown(ray: ModuleType, *, clean: bool) -> None:
     session = Path(node.get_session_dir_path()) if node is not None and node.is_head() else None
     import psutil  # Ray brings it along
 
-    started = psutil.Process().children(recursive=True)
+    children = psutil.Process().children(recursive=True)
     ray.shutdown()
-    _kill(started)  # agents and new workers would try for up to a minute to reach their raylet
+    # Agents and new workers would try for up to a minute to reach their raylet.
+    _kill(children)
     if clean and session is not None:
         shutil.rmtree(session, ignore_errors=True)
         latest = session.with_name("session_latest")
@@ -158,8 +162,8 @@ def shutdown(ray: ModuleType, *, clean: bool) -> None:
 def end_children() -> None:
     """After Ctrl-C: kill all children of this process, which are Ray's, and the workers and agents of its raylet.
 
-    They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is stopped
-    before its workers are killed. A worker that it started later would try for up to a minute to reach it.
+    They have asked the kernel to end them with this process, except one that was only just forked and has not asked yet. A raylet is
+    stopped before its workers are killed: a worker that it started later would try for up to a minute to reach it.
     """
     import psutil
 
@@ -167,23 +171,23 @@ def end_children() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             if child.name() == "raylet":
                 child.suspend()
-                # the signal may arrive while it starts one
+                # The signal may arrive while it starts a worker.
                 while child.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
                     time.sleep(0.001)
                 _kill(child.children())
             child.kill()
 
 
-def _kill(found: "list[psutil.Process]") -> None:
+def _kill(started: "list[psutil.Process]") -> None:
     import psutil
 
-    for process in found:
+    for process in started:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             process.kill()
 
 
 def _end(*_: object) -> None:
-    """End this process; once more in a second, as Python only prints what is raised in a callback, such as that of a fork."""
+    """End this process. Try again in a second: Python only prints what is raised in a callback, such as that of a fork."""
     signal.alarm(1)
     sys.exit(0)
 
@@ -195,10 +199,10 @@ def _print_ignored(ignored: "sys.UnraisableHookArgs") -> None:
 
 
 def ended_by(*numbers: int) -> None:
-    """These signals end this process, without a word."""
+    """Let these signals end this process, without a message."""
     sys.unraisablehook = _print_ignored
-    for each in (*numbers, signal.SIGALRM):
-        signal.signal(each, _end)
+    for number in (*numbers, signal.SIGALRM):
+        signal.signal(number, _end)
 
 
 def _hold_local_ray() -> int:
@@ -206,15 +210,16 @@ def _hold_local_ray() -> int:
     parent = os.environ.get("LOCKSTEP_PARENT")
     ended_by(signal.SIGUSR1)
     processes.end_with_parent(signal.SIGUSR1)
-    if parent not in (None, str(os.getppid())):  # it ended before we could ask
+    # The parent may have ended before this process asked for the signal.
+    if parent not in (None, str(os.getppid())):
         return 1
-    there = os.environ.get("RAY_TMPDIR", "/tmp")
+    temporary = os.environ.get("RAY_TMPDIR", "/tmp")
     try:
-        # short: the names of sockets must be
-        folder = tempfile.mkdtemp(prefix="lockstep-", dir=there)
+        # A short name, because the names of sockets must be short
+        folder = tempfile.mkdtemp(prefix="lockstep-", dir=temporary)
     except OSError as error:
         raise UserError(
-            f"RAY_TMPDIR: {there}: {error.strerror}; name a folder that can be written"
+            f"RAY_TMPDIR: {temporary}: {error.strerror}; name a folder that can be written"
         ) from error
     os.environ["RAY_TMPDIR"] = folder
     ray = import_ray("ray")

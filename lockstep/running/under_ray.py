@@ -59,7 +59,7 @@ def _worker(arguments: dict) -> tuple[bool, str]:
         except TrainingFailure as error:
             return False, str(error)
 
-    # This thread is free to end the run if the one that trains hangs.
+    # Training runs in another thread, so that this one can end the run if it hangs.
     result = _in_background(trained)
     hang.fail = lambda line: result.set_exception(TrainingFailure(line))
     return result.result()
@@ -77,7 +77,7 @@ def run(
     Raises TrainingFailure, or UserError if there is no cluster at RAY_ADDRESS.
     """
     ray = import_ray("ray")
-    # it takes as long as Ray takes to start
+    # The import takes as long as Ray takes to start.
     training_library = _in_background(lambda: import_ray("ray.train.torch"))
     startup.end_helpers.append(end_children)
     connect(ray)
@@ -88,19 +88,19 @@ def run(
         try:
             return _train(ray, config, make_trainer, {"inputs": inputs, "make_strategy": make_strategy})
         except WorkersLost as error:
-            said = (
+            hint = (
                 f"its log {path} ends where it could not be written ({log.lost})"
                 if log.lost
                 else f"the full output is in {path}"
             )
-            raise TrainingFailure(f"{error}; {said}") from error
+            raise TrainingFailure(f"{error}; {hint}") from error
 
 
 class WorkersLost(TrainingFailure):
     """Ray or a worker ended the run, not the loop. The log says more."""
 
 
-def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dict[str, Any]) -> str:
+def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, worker_inputs: dict[str, Any]) -> str:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -113,17 +113,18 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
         progress.screen.note(
             f"{config.label}: waiting for {config.num_workers} GPUs, the cluster has {gpus} now"
         )
-    kept, ours = config.storage_path / name, not config.storage_path.exists()
+    records, is_new_storage = config.storage_path / name, not config.storage_path.exists()
     went_well = False
     try:
         trainer = make_trainer(
-            _worker,  # its value is the result's return_value
+            # What it returns is the result's return_value.
+            _worker,
             train_loop_config={
-                # A spec of a user's file is found again by its place: Ray cannot import that file.
+                # Ray cannot import a user's file, so workers find its spec again by its place.
                 "config": replace(config, spec=Spec()),
                 "strategy": config.spec.place,
                 "patience": str(hang.patience()),
-                **told,
+                **worker_inputs,
             },
             torch_config=TorchConfig(backend=config.backend),
             scaling_config=ScalingConfig(
@@ -135,9 +136,8 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
                 name=name, storage_path=str(config.storage_path), failure_config=FailureConfig(max_failures=0)
             ),
         )
-        # Only in the main thread does Ray Train take Ctrl-C for itself. It ends this process (lockstep/ground/startup.py), and Ray
-        # ends what it started.
-        # annotated as the Result of an older Ray Train
+        # Ray Train would handle Ctrl-C itself in the main thread. From another thread, Ctrl-C ends this process
+        # (lockstep/ground/startup.py), and Ray ends what it started. Ray annotates `fit` with the Result of an older Ray Train.
         result: Any = _in_background(trainer.fit).result()
         went_well, line = result.return_value
     except TrainingFailedError as error:
@@ -146,7 +146,7 @@ def _train(ray: ModuleType, config: Config, make_trainer: MakeTrainer, told: dic
         raise WorkersLost(f"Ray stopped the run: {first_line(error)}") from error
     finally:
         shutdown(ray, clean=went_well)
-        _remove_records(kept, *([config.storage_path] if ours else []))
+        _remove_records(records, *([config.storage_path] if is_new_storage else []))
     if not went_well:
         raise TrainingFailure(line)
     return line
@@ -190,7 +190,8 @@ class _Log(io.TextIOBase):
                 self._file.flush()
                 if self._size > processes.LARGEST and processes.cut(self._path):
                     self._size = self._path.stat().st_size
-        except OSError as error:  # a full disk: the reason why the run stops must still be shown
+        except OSError as error:
+            # The disk may be full; the reason why the run stops must still be shown.
             self.lost = error.strerror or str(error)
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ def _remove_records(*folders: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why Ray Train gave up, in one line: the last line of a failed worker, if possible not that of a lost connection."""
+    """Why Ray Train gave up, in one line: the last line of a failed worker, preferably not one about a lost connection."""
     lines = {
         rank: (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
         for rank, failure in sorted(getattr(error, "worker_failures", {}).items())

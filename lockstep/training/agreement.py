@@ -1,4 +1,4 @@
-"""After the first step: what the live objects of all ranks run with, held against what the options demand."""
+"""After the first step, compare what the live objects of all ranks run with to what the options demand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +20,13 @@ from lockstep.training.strategy import MicroBatch, Strategy
 
 
 class Agreement(Listener):
-    """Sees the dtypes that linear layers and the embedding return in the first step; then `require` reads back the rest."""
+    """Records the output dtypes of linear layers and the embedding in the first step; `require` reads back the rest."""
 
     steps = (1,)
 
     def __init__(self, record: History, mesh: Mesh, capture: Capture | None):
         self.record, self.mesh, self.capture = record, mesh, capture
-        self._seen: dict[str, set[str]] = {
+        self._dtypes: dict[str, set[str]] = {
             "compute_dtype": set(),
             "biased_linear_dtype": set(),
             "embedding_dtype": set(),
@@ -45,11 +45,12 @@ class Agreement(Listener):
                 self._watch(module, "biased_linear_dtype" if name in names.biased else "compute_dtype")
 
     def _watch(self, module: torch.nn.Module, key: str) -> None:
-        seen = self._seen[key]
+        dtypes = self._dtypes[key]
 
         def see(_module: torch.nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):  # not of a router, which returns several
-                seen.add(str(output.dtype))
+            # A router returns several tensors.
+            if isinstance(output, torch.Tensor):
+                dtypes.add(str(output.dtype))
 
         self._handles.append(module.register_forward_hook(see))
 
@@ -58,17 +59,20 @@ class Agreement(Listener):
             handle.remove()
 
     def require(self, wanted: dict[str, Any], grad_norm: float) -> None:
-        """Record the contract of the run. Stop all ranks unless it is the `wanted` one; what a captured tensor shows better is left to the verdict."""
-        seen = {key: sorted(dtypes) for key, dtypes in self._seen.items()}
-        everyone = gather_objects({**self.strategy.effective_contract(), **seen})
-        found = self.record.contract = of_all_ranks(everyone, self.mesh)
+        """Record the contract of the run, and stop all ranks unless it is the `wanted` one. Collective.
+
+        If tensors are captured, what they show better is left to the verdict. Otherwise the clipped norm of step 1 is checked here.
+        """
+        observed = {key: sorted(names) for key, names in self._dtypes.items()}
+        contracts = gather_objects({**self.strategy.effective_contract(), **observed})
+        contract = self.record.contract = of_all_ranks(contracts, self.mesh)
         if dist.get_rank() == 0 and self.capture:
-            self.capture.state_contract(found)
-        later = left_to_the_verdict(wanted, found) if self.capture else ()
-        difference, label = contradiction(wanted, found, later), self.record.run["label"]
+            self.capture.state_contract(contract)
+        ignored = left_to_the_verdict(wanted, contract) if self.capture else ()
+        difference, label = contradiction(wanted, contract, ignored), self.record.run["label"]
         stop_together(f"{label}: the live objects contradict the options: {difference}" if difference else "")
         if self.capture is None:
             options = self.record.run["config"]
             clipped = self.strategy.clipped_norm()
-            odd = clipping_problem(options["max_grad_norm"], grad_norm, clipped, options["precision"])
-            stop_together(f"{label}: step 1, rank {dist.get_rank()}: {odd}" if odd else "")
+            problem = clipping_problem(options["max_grad_norm"], grad_norm, clipped, options["precision"])
+            stop_together(f"{label}: step 1, rank {dist.get_rank()}: {problem}" if problem else "")

@@ -24,8 +24,9 @@ from lockstep.plan.mesh import runs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "context_parallel"  # of the attention function, in transformers' registry
-KERNEL = "sdpa"  # the attention implementation that it computes with
+# The attention function: its name in transformers' registry, and the attention implementation that it computes with
+NAME = "context_parallel"
+KERNEL = "sdpa"
 
 
 class OwnPositions:
@@ -34,18 +35,19 @@ class OwnPositions:
     def __init__(self, group: dist.ProcessGroup, cut: Positions, seq_length: int):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.pieces = cut.pieces_of(seq_length, self.rank, self.size)
-        own = [torch.arange(start, start + length) for start, length in self.pieces]
-        self.positions = self.seen = torch.cat(own)  # `seen`: those of the last forward pass
+        ranges = [torch.arange(start, start + length) for start, length in self.pieces]
+        # `seen` are those of the last forward pass.
+        self.positions = self.seen = torch.cat(ranges)
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """This rank's part of a micro batch, each (B, S), and its positions (1, S / cp). Labels are already shifted."""
+        """Cut ids and labels (B, S) to this rank's positions; returns these (1, S / cp), too. Labels are already shifted."""
         positions = self.seen = self.positions.to(input_ids.device)
         return input_ids[:, positions], labels[:, positions], positions[None]
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over the group, in place, of losses that are means over equally many positions each."""
+        """Average over the group, in place, losses that are means over equally many positions each. Collective."""
         dist.all_reduce(loss, group=self.group)
         loss /= self.size
         return loss
@@ -69,17 +71,18 @@ class ContextParallel(OwnPositions):
             cast(Any, layer.get_submodule(names.attention)).context = self
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Keys or values (N, ..., S / cp, D) of this rank's positions -> (N, ..., S, D) of all positions, in their order."""
+        """Gather keys or values (N, ..., S / cp, D) of this rank's positions to (N, ..., S, D) of all, in order. Collective."""
         gathered = _Gather.apply(local, self.group).chunk(self.size)
-        early, late = zip(*(of_rank.chunk(2, -2) for of_rank in gathered), strict=True)
+        early, late = zip(*(shard.chunk(2, -2) for shard in gathered), strict=True)
         return torch.cat([*early, *reversed(late)], -2)
 
     def mask(self, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """(length, start + length): whether each of a piece's positions attends to each position up to the piece's end."""
+        """Whether each position of a piece attends to each position up to the piece's end: (length, start + length) bool."""
         return _causal(start, length, window, device)
 
 
-@functools.lru_cache(maxsize=8)  # every layer asks for the same ones
+# Every layer asks for the same masks.
+@functools.lru_cache(maxsize=8)
 def _causal(start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
     query = torch.arange(start, start + length, device=device)[:, None]
     key = torch.arange(start + length, device=device)
@@ -88,16 +91,18 @@ def _causal(start: int, length: int, window: int | None, device: torch.device) -
 
 
 def allowed(further: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-    """(B, 1, len(positions), S) bool: whether each of these positions attends to each of the sequence, as transformers' masks have it.
+    """Whether each of these positions attends to each position of its sequence: (B, 1, len(positions), S) bool.
+
+    This is the layout of transformers' masks.
 
     `further` is an `attention_mask` (B, S), or `position_ids` (B, S) that begin again where another document does.
     """
-    ((name, whole),) = further.items()
-    alike = whole.bool()[:, None, None, :]
+    ((name, values),) = further.items()
+    visible = values.bool()[:, None, None, :]
     if name == "position_ids":
-        document = (whole.diff(prepend=whole[:, :1] - 1) != 1).cumsum(1)
-        alike = document[:, None, positions, None] == document[:, None, None, :]
-    return alike & (torch.arange(whole.shape[1], device=whole.device) <= positions[:, None])
+        document = (values.diff(prepend=values[:, :1] - 1) != 1).cumsum(1)
+        visible = document[:, None, positions, None] == document[:, None, None, :]
+    return visible & (torch.arange(values.shape[1], device=values.device) <= positions[:, None])
 
 
 def attend(
@@ -114,15 +119,16 @@ def attend(
     """An attention function of transformers: query (B, H, S / cp, D), key and value (B, H_kv, S / cp, D) -> (B, S / cp, H, D)."""
     context = cast(ContextParallel, module.context)
     key, value = context.whole(torch.stack([key, value])).unbind()
-    outputs, further = [], attention_mask
-    for number, ((start, length), own) in enumerate(zip(context.pieces, query.chunk(2, -2), strict=True)):
-        end = start + length  # later keys are masked, and not looked at
-        mask = context.mask(start, length, sliding_window, own.device)
-        if further is not None:
-            mask = mask & further.chunk(2, -2)[number][..., :end]
+    outputs, given_mask = [], attention_mask
+    for number, ((start, length), q) in enumerate(zip(context.pieces, query.chunk(2, -2), strict=True)):
+        # Later keys would be masked, so they are left out.
+        end = start + length
+        mask = context.mask(start, length, sliding_window, q.device)
+        if given_mask is not None:
+            mask = mask & given_mask.chunk(2, -2)[number][..., :end]
         outputs.append(
             scaled_dot_product_attention(
-                own,
+                q,
                 key[..., :end, :],
                 value[..., :end, :],
                 attn_mask=mask,
@@ -134,7 +140,7 @@ def attend(
 
 
 class _Gather(torch.autograd.Function):
-    """x (N, ...) of every rank, (size * N, ...); in backward, the sum of the gradients that all ranks have for this rank's x."""
+    """Gathers x (N, ...) of every rank to (size * N, ...). Backward sums the gradients that all ranks have for this rank's x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -145,12 +151,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        wide = gradient.float().contiguous()  # a sum in bfloat16 would be rounded once per rank
+        # A sum in bfloat16 would be rounded once per rank.
+        wide = gradient.float().contiguous()
         return reduce_scatter(wide, ctx.group).to(gradient.dtype), None
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(size * N, ...) of every rank -> this rank's (N, ...) of the sum over ranks."""
-    own = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_single(own, x, group=group)
-    return own
+    """Sum x (size * N, ...) over ranks; returns this rank's (N, ...) of the sum. Collective."""
+    shard = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_single(shard, x, group=group)
+    return shard

@@ -1,4 +1,4 @@
-"""What a process needs before DeepSpeed runs in it: torch's collectives, and the one extension that is built, for offload to NVMe."""
+"""What a process needs before DeepSpeed runs in it: torch's collectives, and for offload to NVMe an extension that is built."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from lockstep.ground import progress
 def use_torch_collectives() -> None:
     """Let DeepSpeed use the collectives of torch's process groups on CPUs, as the other strategies do, before it makes its own.
 
-    It would build an operator that sums in shared memory, for a minute, and again whenever the path of the environment changes.
+    Otherwise it would spend a minute building an operator that sums in shared memory, and again whenever the path of the
+    environment changes.
     """
     import deepspeed
 
@@ -38,10 +39,10 @@ def build_async_io() -> None:
         extension = get_accelerator().create_op_builder("AsyncIOBuilder")
         folder = Path(_get_build_directory(extension.NAME, False))
         lock = folder / "lock"
-        what = "DeepSpeed builds its file access for ZeRO-Infinity, once per environment (about four minutes)"
+        text = "DeepSpeed builds its file access for ZeRO-Infinity, once per environment (about four minutes)"
         if lock.exists():
-            what = f"DeepSpeed waits for another build of its file access; if none is running, remove {lock}"
-        built = (folder / f"{extension.NAME}.so").exists() and not lock.exists()
-        with contextlib.nullcontext() if built else progress.working(what):
+            text = f"DeepSpeed waits for another build of its file access; if none is running, remove {lock}"
+        is_built = (folder / f"{extension.NAME}.so").exists() and not lock.exists()
+        with contextlib.nullcontext() if is_built else progress.working(text):
             extension.load(verbose=False)
     dist.barrier()

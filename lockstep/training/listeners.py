@@ -1,4 +1,4 @@
-"""What watches a run at the moments of a step. The loop calls each; what one finds goes into the step's record or the history."""
+"""Listeners watch a run. The loop calls them at the moments of a step; what they find goes into the step's record or the history."""
 
 import contextlib
 import math
@@ -21,9 +21,9 @@ from lockstep.training.strategy import MicroBatch, Strategy
 
 
 class Listener(Protocol):
-    """The moments of a step; every rank calls them in this order, so each may be collective."""
+    """A method for each moment of a step. Every rank calls them in this order, so each may be collective."""
 
-    steps: Container[int]  # that it listens to, from 1
+    steps: Container[int]  # the steps that it listens to, from 1
 
     def begin(self, strategy: Strategy, step: int, fed: Sequence[MicroBatch]) -> None:
         """Before the forward pass of `step`, from 1, with the micro batches of this rank."""
@@ -34,12 +34,12 @@ class Listener(Protocol):
         return
 
     def end(self, record: dict[str, Any]) -> None:
-        """After the update. `record` is the step's, and may be given further entries."""
+        """After the update. Further entries may be added to `record`, the step's."""
         return
 
 
 class LearningRate(Listener):
-    """Gives the optimizer the rate of each step, by the flags of a run of so many steps."""
+    """Sets the optimizer's learning rate in each step, by the flags of a run of `num_steps` steps."""
 
     def __init__(self, options: dict[str, Any], num_steps: int):
         self.options, self.num_steps = options, num_steps
@@ -53,8 +53,9 @@ class LearningRate(Listener):
             set_rate(self.optimizer, self.rate, self.options["learning_rate"])
 
     def end(self, record: dict[str, Any]) -> None:
-        known = self.options["optimizer"] in OPTIMIZERS  # groups of others may have several rates
-        record["learning_rate"] = learning_rate(self.optimizer.param_groups[0]) if known else self.rate
+        # The groups of other optimizers may have several rates.
+        is_built_in = self.options["optimizer"] in OPTIMIZERS
+        record["learning_rate"] = learning_rate(self.optimizer.param_groups[0]) if is_built_in else self.rate
 
 
 class GroupNorms(Listener):
@@ -74,7 +75,7 @@ class GroupNorms(Listener):
 
 
 class CountedCollectives(Listener):
-    """The collective operations of the last step (--count_collectives), by name in `counted` after it."""
+    """Counts the collective operations of the last step (--count_collectives): afterwards `counted` has them by name."""
 
     def __init__(self, num_steps: int):
         self.steps = (num_steps,)
@@ -94,27 +95,29 @@ def group_of(name: str, names: modules.Names) -> str:
 
 
 def group_norms(strategy: Strategy) -> dict[str, float]:
-    """Group of parameters -> 2-norm of its gradient, between `forward_backward` and `update`. Collective.
+    """Return the 2-norm of the gradient of each group of parameters, between `forward_backward` and `update`. Collective.
 
-    Ranks that hold the same shard count once.
+    A shard that several ranks hold counts once.
     """
     mine: dict[str, list] = {}
-    for name, local, _, start in strategy.held("gradient"):
-        mine.setdefault(name, []).append(((start, tuple(local.shape)), float(local.double().square().sum())))
-    everyone = gather_objects(mine)
+    for name, block, _, start in strategy.held("gradient"):
+        mine.setdefault(name, []).append(((start, tuple(block.shape)), float(block.double().square().sum())))
+    all_ranks = gather_objects(mine)
     names = modules.names_in(strategy.model)
     squares: dict[str, float] = {}
     for name in mine:
-        shards = dict(piece for held in everyone for piece in held[name])  # place -> sum of squares
+        # place -> sum of squares
+        shards = dict(shard for of_rank in all_ranks for shard in of_rank[name])
         group = group_of(name, names)
         squares[group] = squares.get(group, 0.0) + sum(shards.values())
     return {group: math.sqrt(square) for group, square in squares.items()}
 
 
 def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) -> dict[str, Any] | None:
-    """Loss (nats per token) and next-token accuracy of the full weights on the held-out windows; None if there are none. Collective.
+    """Return loss (nats per token) and next-token accuracy on the held-out windows; None if there are none. Collective.
 
-    The `lead` rank computes them, in float32 on its CPU, with a model that is not parallel: the figures are about the weights.
+    The `lead` rank gathers the full weights and computes both in float32 on its CPU, with a model that is not parallel. So they say
+    something about the weights alone. Other ranks return None.
     """
     if not inputs.batches.held_out:
         return None
@@ -125,13 +128,13 @@ def held_out(strategy: Strategy, inputs: Inputs, attn_impl: str, *, lead: bool) 
     model = from_config(inputs.architecture, attn_impl=attn_impl).eval()
     with torch.no_grad():
         weights = dict(model.named_parameters())
-        for name, whole in strategy.full_parameters():
-            weights[name].copy_(whole)
-        total, right, tokens, sequences = 0.0, 0, 0, 0
+        for name, weight in strategy.full_parameters():
+            weights[name].copy_(weight)
+        total, correct, tokens, sequences = 0.0, 0, 0, 0
         for input_ids, labels, *further in inputs.batches.held_out_batches():
-            given = inputs.batches.made.named(further)
-            logits = model(input_ids=input_ids, use_cache=False, **given).logits
+            options = inputs.batches.made.named(further)
+            logits = model(input_ids=input_ids, use_cache=False, **options).logits
             total += float(F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), reduction="sum"))
-            right += int((logits.argmax(dim=-1) == labels).sum())
+            correct += int((logits.argmax(dim=-1) == labels).sum())
             tokens, sequences = tokens + int((labels != IGNORED).sum()), sequences + len(labels)
-    return {"sequences": sequences, "loss": total / tokens, "accuracy": right / tokens}
+    return {"sequences": sequences, "loss": total / tokens, "accuracy": correct / tokens}

@@ -1,7 +1,7 @@
 """THE loop: seeding, one step, the loss record. It drives a `Strategy` (strategy.py) and imports no strategy and no launcher.
 
 The loop does not know how a strategy works. It feeds every rank its micro batches, gathers what every rank saw, and stops all
-ranks if something is wrong. `run` makes from the configuration all that the steps need.
+ranks if something is wrong. `run` makes all that the steps need from the configuration.
 """
 
 import contextlib
@@ -40,13 +40,14 @@ from lockstep.training.strategy import MakeStrategy, Strategy
 def run_with_control(
     config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: torch.device
 ) -> str:
-    """`run`; with --control, then the control run in the same process. Returns the closing sentence of the last run."""
+    """Call `run`; with --control, then the control run in the same process. Returns the closing sentence of the last run."""
     line = run(config, inputs, make_strategy, device)
     if not config.control:
         return line
     if dist.get_rank() == 0:
         progress.screen.note(line)
-    gc.collect()  # strategies hold cycles; the first model must be gone before the second is made
+    # Strategies hold cycles; the first model must be gone before the second is made.
+    gc.collect()
     control = config.of_control()
     return run(control, replace(inputs, start=control.start), make_strategy, device)
 
@@ -57,20 +58,20 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
 
     `make_strategy(model, config, mesh, device)` builds the Strategy. Raises TrainingFailure on every rank.
     """
-    begin, mesh = time.monotonic(), config.mesh
-    here = Geometry.of_rank(mesh, dist.get_rank())
+    start, mesh = time.monotonic(), config.mesh
+    planned = Geometry.of_rank(mesh, dist.get_rank())
     hang.at("making the initial weights")
-    with stopping_together():  # a file need not be there on every machine
-        told = config.spec.told(config, inputs.architecture)
-        record = History(provenance(config, inputs, told))
-    _require_told_alike(record.run)
+    with stopping_together():  # a user's file need not be there on every machine
+        library_config = config.spec.told(config, inputs.architecture)
+        record = History(provenance(config, inputs, library_config))
+    _require_same_library_config(record.run)
     source, quiet = record.run["initial_weights"], config.quiet
     model, file_sums = initial_model(inputs, source, attn_impl=config.attn_impl, quiet=quiet)
     if config.activation_checkpointing:
         checkpoint_layers(model)
     capture = None
     if config.capture_dir:
-        positions = cuts.positions(config, here.coordinates.cp)
+        positions = cuts.positions(config, planned.coordinates.cp)
         capture = Capture(record.run, mesh, config.capture_folder, positions)
     hang.at("making the strategy")
     strategy = make_strategy(model, config, mesh, device)
@@ -78,25 +79,26 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         compiled.enable(strategy.model, config.compile)
     actual = strategy.geometry()
     stop_together(
-        f"rank {dist.get_rank()}: the strategy's groups put it at {actual}, the mesh at {here}"
-        if actual != here
+        f"rank {dist.get_rank()}: the strategy's groups put it at {actual}, the mesh at {planned}"
+        if actual != planned
         else ""
     )
     try:
-        cast = config.precision == "bf16"
-        before = require_file_weights(strategy, inputs, None if cast else file_sums)
-        if before is not None:
-            record.weights = {"initial_sha256": weights.combined_sha256(before)}
+        is_cast = config.precision == "bf16"
+        initial_sums = require_file_weights(strategy, inputs, None if is_cast else file_sums)
+        if initial_sums is not None:
+            record.weights = {"initial_sha256": weights.combined_sha256(initial_sums)}
             if capture:
                 capture.manifest["initial_sha256"] = record.weights["initial_sha256"]
-        _train(config, inputs, strategy, device, record, capture, told)
-        _measure(inputs, strategy, device, record, before)
+        _train(config, inputs, strategy, device, record, capture, library_config)
+        _measure(inputs, strategy, device, record, initial_sums)
     except BaseException as error:
         record.ended = f"{type(error).__name__}: {error}".splitlines()[0]
         if capture:
             capture.abandon()
-        if dist.get_rank() == 0 and record.steps:  # without a step, an older history stays
-            # On a full disk: the error above says which file filled it
+        # Without a step, an older history stays.
+        if dist.get_rank() == 0 and record.steps:
+            # The disk may be full; then the error above says which file filled it.
             with contextlib.suppress(UserError):
                 record.save(config.history_path)
         raise
@@ -104,12 +106,12 @@ def run(config: Config, inputs: Inputs, make_strategy: MakeStrategy, device: tor
         if dist.get_rank() == 0:
             record.save(config.history_path)
     first, last = record.steps[0], record.steps[-1]
-    took = progress.duration(time.monotonic() - begin)
-    return f"{config.label}: {len(record.steps)} steps in {took}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {config.history_path}"
+    duration = progress.duration(time.monotonic() - start)
+    return f"{config.label}: {len(record.steps)} steps in {duration}, loss {first['loss']:.6f} -> {last['loss']:.6f}, {config.history_path}"
 
 
-def _require_told_alike(about: dict[str, Any]) -> None:
-    """Ranks that a launcher starts read a user's file each for itself."""
+def _require_same_library_config(about: dict[str, Any]) -> None:
+    """Raise TrainingFailure if ranks have read different files of a user: under a launcher, each reads the file for itself."""
     if len(set(gather_objects(about.get("told_sha256")))) > 1:
         raise TrainingFailure(
             "ranks were given different configurations of the strategy's library; give the same file on every machine"
@@ -123,75 +125,77 @@ def _train(
     device: torch.device,
     record: History,
     capture: Capture | None,
-    told: str,
+    library_config: str,
 ) -> None:
-    """Every step, with what listens to it. What rank 0 cannot write stops all ranks in the step after."""
-    lead, mesh, path, problem = dist.get_rank() == 0, config.mesh, config.history_path, ""
-    shown = progress.Steps(config.label, inputs.num_steps, config.log_interval)
+    """Train every step, with its listeners. If rank 0 cannot write something, all ranks stop in the next step."""
+    is_lead, mesh, path, problem = dist.get_rank() == 0, config.mesh, config.history_path, ""
+    display = progress.Steps(config.label, inputs.num_steps, config.log_interval)
     profile = Profile(config.trace_path(dist.get_rank()), config.profiled)
-    agreement, counted = Agreement(record, mesh, capture), CountedCollectives(inputs.num_steps)
+    agreement, collectives = Agreement(record, mesh, capture), CountedCollectives(inputs.num_steps)
     listeners: list[Listener] = [
         LearningRate(record.run["config"], inputs.num_steps),
         profile,
         *([GroupNorms(inputs.num_steps)] if config.group_norms else []),
         *([capture] if capture else []),
         agreement,
-        *([counted] if config.count_collectives else []),
+        *([collectives] if config.count_collectives else []),
     ]
-    reported = config.report_to if lead else ()
-    with trackers.tracking(reported, path, record.run["config"]) as tracked:
+    tracker_names = config.report_to if is_lead else ()
+    with trackers.tracking(tracker_names, path, record.run["config"]) as run_trackers:
         for index in range(inputs.num_steps):
-            watching = [each for each in listeners if index + 1 in each.steps]
-            step, losses = train_step(
-                strategy, inputs.batches, mesh, device, index, watching, problem=problem
+            listening = [listener for listener in listeners if index + 1 in listener.steps]
+            step_record, losses = train_step(
+                strategy, inputs.batches, mesh, device, index, listening, problem=problem
             )
-            record.add(step)
+            record.add(step_record)
             try:
-                if lead and index == 0:  # in the place of an older run's
+                # It replaces that of an older run.
+                if is_lead and index == 0:
                     config.told_path.unlink(missing_ok=True)
-                    if told:
-                        write_text(config.told_path, told)
+                    if library_config:
+                        write_text(config.told_path, library_config)
             except UserError as error:
                 problem = str(error)
-            problem = _require_finite(step, losses, mesh) or problem
+            problem = _require_finite(step_record, losses, mesh) or problem
             if index == 0:
-                stop_together(problem)  # before a norm of NaN is held against the options
-                wanted = demanded(config, inputs)
-                agreement.require(wanted, step["grad_norm"])
+                # First, because a norm of NaN would contradict the options.
+                stop_together(problem)
+                contract = demanded(config, inputs)
+                agreement.require(contract, step_record["grad_norm"])
             try:
-                if lead:
+                if is_lead:
                     record.save_if_due(path)
-                    shown.add(step, own_peak_memory(device))
-                tracked.step(step)
+                    display.add(step_record, own_peak_memory(device))
+                run_trackers.step(step_record)
             except UserError as error:
                 problem = str(error)
         stop_together(problem)
         if config.profile:
             line = f"{config.label}: {profile.line()}; {config.trace_path(0)} and the other ranks'"
-            if lead:
+            if is_lead:
                 progress.screen.note(line)
         if config.count_collectives:
-            record.run["collectives"] = counted.counted
+            record.run["collectives"] = collectives.counted
 
 
 def _measure(
     inputs: Inputs, strategy: Strategy, device: torch.device, record: History, before: dict[str, str] | None
 ) -> None:
-    """After the last step: memory, held-out text, and which weights moved. `before` are their checksums, on rank 0 alone."""
+    """After the last step, record memory, held-out text and which weights moved. `before` are the initial checksums, on rank 0 alone."""
     hang.at("gathering the weights after the last step")
     after = live_checksums(strategy)
     hang.at("measuring")
     memory = peak_memory(device)
-    lead = before is not None
-    measured = held_out(strategy, inputs, record.run["config"]["attn_impl"], lead=lead)
+    is_lead = before is not None
+    held_out_result = held_out(strategy, inputs, record.run["config"]["attn_impl"], lead=is_lead)
     if before is not None and after is not None:
         record.weights |= {
             "final_sha256": weights.combined_sha256(after),
             "moved": sorted(name for name in after if after[name] != before[name]),
         }
         record.run["peak_memory"] = memory
-        if measured:
-            record.run["held_out"] = measured
+        if held_out_result:
+            record.run["held_out"] = held_out_result
         record.ended = "finished"
 
 
@@ -205,13 +209,14 @@ def train_step(
     *,
     problem: str = "",
 ) -> tuple[dict[str, Any], list[float]]:
-    """Step `index` (from 0): feed, forward and backward, update, gather what every rank saw.
+    """Run step `index` (from 0): feed, forward and backward, update, gather what every rank saw.
 
-    A `problem` that this rank has had since the last step stops all ranks, without a collective of its own in every step.
+    If this rank has had a `problem` since the last step, all ranks stop. No step needs a further collective for this.
 
     Returns the record of the step, which keeps one loss per DP rank, and the loss of every rank.
 
-    Raises TrainingFailure on every rank if ranks that share samples saw different batches, or others the same, and for a `problem`.
+    Raises TrainingFailure on every rank for a `problem`, if ranks that share samples saw different batches, or if other ranks saw the
+    same.
     """
     step = index + 1
     micro_batches = batches.micro_batches(index, mesh.sample_share(dist.get_rank()), device)
@@ -219,49 +224,49 @@ def train_step(
     hashes_fed = window_hashes(micro_batches)  # before a strategy may change them
 
     hang.at(f"step {step}, forward and backward")
-    for each in listeners:
-        each.begin(strategy, step, micro_batches)
+    for listener in listeners:
+        listener.begin(strategy, step, micro_batches)
     loss = strategy.forward_backward(micro_batches)
 
     hang.at(f"step {step}, update")
-    for each in listeners:
-        each.gradients()
-    gathered = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
+    for listener in listeners:
+        listener.gradients()
+    finish_gathering = _start_gathering(loss, [float(bool(problem)), *hashes_fed], device)
     grad_norm = strategy.update()
 
     independent_tokens = batches.independent_tokens(index)
-    everyone = gathered()
-    losses, hashes = [row[0] for row in everyone], [list(map(int, row[2:])) for row in everyone]
-    if any(row[1] for row in everyone):
+    rows = finish_gathering()
+    losses, hashes = [row[0] for row in rows], [list(map(int, row[2:])) for row in rows]
+    if any(row[1] for row in rows):
         stop_together(problem)
     require_right_batches(hashes, mesh, step)
-    first_of = [mesh.first_with_share(share) for share in range(mesh.num_sample_shares)]
+    lead_ranks = [mesh.first_with_share(share) for share in range(mesh.num_sample_shares)]
     record = {
         "step": step,
-        "loss": sum(losses[rank] for rank in first_of) / len(first_of),
-        "rank_losses": [losses[rank] for rank in first_of],
+        "loss": sum(losses[rank] for rank in lead_ranks) / len(lead_ranks),
+        "rank_losses": [losses[rank] for rank in lead_ranks],
         "grad_norm": grad_norm,
         "tokens": batches.tokens_per_step,
         "independent_tokens": independent_tokens,
-        "batch_hash": global_batch_hash([each for rank in first_of for each in hashes[rank]]),
+        "batch_hash": global_batch_hash([value for rank in lead_ranks for value in hashes[rank]]),
     }
     hang.at(f"the end of step {step}")
-    for each in listeners:
-        each.end(record)
+    for listener in listeners:
+        listener.end(record)
     record["seconds"] = time.perf_counter() - start
     return record, losses
 
 
 def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> None:
-    """Ranks with the same share of the global batch must see the same batch, ranks with different shares different ones."""
-    for rank, value in enumerate(hashes):
+    """Raise TrainingFailure unless ranks saw the same batch exactly if they have the same share of the global batch."""
+    for rank, batch in enumerate(hashes):
         share = mesh.sample_share(rank)
         lead = mesh.first_with_share(share)
-        if value != hashes[lead]:
+        if batch != hashes[lead]:
             raise TrainingFailure(
                 f"step {step}: rank {lead} and rank {rank} share samples (dp {share}) and saw different batches"
             )
-        twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == value), None)
+        twin = next((other for other in range(share) if hashes[mesh.first_with_share(other)] == batch), None)
         if twin is not None:
             raise TrainingFailure(
                 f"step {step}: DP ranks {twin} and {share} saw the same batch; give a corpus without repetitions"
@@ -269,7 +274,7 @@ def require_right_batches(hashes: list[list[int]], mesh: Mesh, step: int) -> Non
 
 
 def _require_finite(record: dict[str, Any], losses: list[float], mesh: Mesh) -> str:
-    """What is wrong with this rank's gradient norm, or "". Raises TrainingFailure for a loss, which all ranks know."""
+    """Return what is wrong with this rank's gradient norm, or "". Raises TrainingFailure for a loss, which all ranks know."""
     step = record["step"]
     for rank, loss in enumerate(losses):
         if not math.isfinite(loss):
@@ -278,25 +283,25 @@ def _require_finite(record: dict[str, Any], losses: list[float], mesh: Mesh) -> 
     return "" if math.isfinite(norm) else _not_finite(step, "gradient norm", norm, dist.get_rank(), mesh)
 
 
-def _not_finite(step: int, what: str, value: float, rank: int, mesh: Mesh) -> str:
-    where = f"on rank {rank} ({Geometry.of_rank(mesh, rank)})"
-    return f"step {step}: the {what} is {value} {where}; lower --learning_rate, or check the weights"
+def _not_finite(step: int, quantity: str, value: float, rank: int, mesh: Mesh) -> str:
+    place = f"on rank {rank} ({Geometry.of_rank(mesh, rank)})"
+    return f"step {step}: the {quantity} is {value} {place}; lower --learning_rate, or check the weights"
 
 
 def _start_gathering(
-    loss: torch.Tensor, others: list[float], device: torch.device
+    loss: torch.Tensor, numbers: list[float], device: torch.device
 ) -> Callable[[], list[list[float]]]:
-    """Send this rank's numbers; the function returned waits for (loss, *others) of every rank, in rank order.
+    """Send this rank's loss and numbers. The returned function waits for (loss, *numbers) of every rank, in rank order.
 
     The strategy updates meanwhile. float64 carries the numbers exactly (a hash has 48 bits).
     """
-    row = torch.tensor([0.0, *others], dtype=torch.float64, device=device)
+    row = torch.tensor([0.0, *numbers], dtype=torch.float64, device=device)
     row[0] = loss  # float(loss) would wait for a GPU here
-    everyone = row.new_empty(dist.get_world_size() * len(row))
-    work = dist.all_gather_single(everyone, row, async_op=True)
+    rows = row.new_empty(dist.get_world_size() * len(row))
+    work = dist.all_gather_single(rows, row, async_op=True)
 
     def finish() -> list[list[float]]:
         work.wait()
-        return everyone.view(-1, len(row)).tolist()
+        return rows.view(-1, len(row)).tolist()
 
     return finish

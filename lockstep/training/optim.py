@@ -61,7 +61,7 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 def named_trained(model: torch.nn.Module) -> Named:
     """(name, parameter) of the parameters that are trained."""
-    return [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -69,7 +69,7 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def direction(first: Any, second: Any, step: int) -> Any:
-    """AdamW's, of numpy or of torch: what the learning rate is multiplied with, from the moments after a step, from 1.
+    """AdamW's direction, which is multiplied with the learning rate, from the two moments after `step` (from 1); numpy or torch.
 
     (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     """
@@ -85,7 +85,7 @@ def build_optimizer(
     adamw is AdamW (decoupled decay, Loshchilov and Hutter 2019, arXiv 1711.05101), fused; sgd has no momentum and is not fused: torch's
     fused SGD cannot work on DTensors (docs/findings.md). Another name is a class of torch.optim with its own defaults, and
     path/to/file.py:FUNCTION is called with the `named` parameters, learning_rate and weight_decay, and returns an optimizer or a list of
-    them. Raises UserError for one that cannot be made.
+    them. Raises UserError for an optimizer that cannot be made, or does not hold all parameters.
     """
     if optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, eps=EPS, fused=True)
@@ -96,25 +96,25 @@ def build_optimizer(
     try:
         if user_file.is_named(optimizer):
             decay = max((group["weight_decay"] for group in groups), default=0.0)
-            found = user_file.load(optimizer, OPTION)(named, learning_rate=learning_rate, weight_decay=decay)
+            result = user_file.load(optimizer, OPTION)(named, learning_rate=learning_rate, weight_decay=decay)
         else:
-            found = getattr(torch.optim, optimizer)(groups, lr=learning_rate)
+            result = getattr(torch.optim, optimizer)(groups, lr=learning_rate)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - torch, or a user's function, may raise anything
         raise UserError(
             f"{OPTION} {optimizer}: it cannot be made ({first_line(error)}); docs/models.md says how"
         ) from error
-    made = found if isinstance(found, list) else [found]
-    if not made or not all(isinstance(each, torch.optim.Optimizer) for each in made):
+    optimizers = result if isinstance(result, list) else [result]
+    if not optimizers or not all(isinstance(member, torch.optim.Optimizer) for member in optimizers):
         raise UserError(
             f"{OPTION} {optimizer}: the function returned no torch.optim.Optimizer, and no list of them"
         )
-    held = {id(each) for one in made for group in one.param_groups for each in group["params"]}
-    left = next((name for name, parameter in named if id(parameter) not in held), None)
-    if left:
-        raise UserError(f"{OPTION} {optimizer}: it does not hold {left}, which would never be trained")
-    return made[0] if len(made) == 1 else Several(made)
+    held = {id(p) for member in optimizers for group in member.param_groups for p in group["params"]}
+    missing = next((name for name, parameter in named if id(parameter) not in held), None)
+    if missing:
+        raise UserError(f"{OPTION} {optimizer}: it does not hold {missing}, which would never be trained")
+    return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
 
 
 def require_known(optimizer: str) -> None:
@@ -124,8 +124,8 @@ def require_known(optimizer: str) -> None:
     if user_file.is_named(optimizer):
         user_file.load(optimizer, OPTION)
     elif not (
-        isinstance(found := getattr(torch.optim, optimizer, None), type)
-        and issubclass(found, torch.optim.Optimizer)
+        isinstance(optimizer_class := getattr(torch.optim, optimizer, None), type)
+        and issubclass(optimizer_class, torch.optim.Optimizer)
     ):
         raise UserError(
             f"{OPTION} {optimizer}: not {', '.join(OPTIMIZERS)}, no class of torch.optim, and not path/to/file.py:FUNCTION; choose one of these"
@@ -141,11 +141,11 @@ def set_rate(optimizer: "Optimizer", rate: float, learning_rate: float) -> None:
 
 def require_supported(optimizer: AnyOptimizer) -> None:
     """Raise TrainingFailure for an optimizer that is neither AdamW nor SGD without momentum. Call it after a step, when there is state."""
-    kind, momentum = type(optimizer), any(group.get("momentum") for group in optimizer.param_groups)
-    known = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or is_own_adam(optimizer)
-    if not known or momentum:
+    kind, has_momentum = type(optimizer), any(group.get("momentum") for group in optimizer.param_groups)
+    is_known = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) or is_own_adam(optimizer)
+    if not is_known or has_momentum:
         raise TrainingFailure(
-            f"the optimizer is {kind.__name__}{' with momentum' if momentum else ''}, and {OPTION} says adamw or sgd; give the optimizer "
+            f"the optimizer is {kind.__name__}{' with momentum' if has_momentum else ''}, and {OPTION} says adamw or sgd; give the optimizer "
             f"itself: {OPTION} path/to/file.py:FUNCTION"
         )
 
@@ -153,12 +153,12 @@ def require_supported(optimizer: AnyOptimizer) -> None:
 def is_own_adam(optimizer: AnyOptimizer) -> bool:
     """Whether an optimizer that is not torch's keeps Adam's two moments of every parameter."""
     states = [state for state in optimizer.state.values() if state]
-    ours = not type(optimizer).__module__.startswith("torch.optim")
-    return ours and bool(states) and all({"exp_avg", "exp_avg_sq"} <= set(state) for state in states)
+    is_own = not type(optimizer).__module__.startswith("torch.optim")
+    return is_own and bool(states) and all({"exp_avg", "exp_avg_sq"} <= set(state) for state in states)
 
 
 def state_kinds(optimizer: AnyOptimizer) -> list[str]:
-    """The names of the tensors that the optimizer keeps of parameters. A number, such as that of the step, is none."""
+    """The names of the tensors that the optimizer keeps of parameters, sorted. Scalars, such as the step, are left out."""
     return sorted(
         {
             key
@@ -187,7 +187,7 @@ class WeightAverage:
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
-    """In bfloat16 a step of a tenth of a percent would be rounded away."""
+    """The parameter in float32 at least: in bfloat16 a step of a tenth of a percent would be rounded away."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
@@ -209,7 +209,7 @@ def held_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every parameter: "parameter", "gradient", "average", or what the optimizer keeps under this name.
 
-    A parameter of which there is no such tensor is left out.
+    Parameters without such a tensor are left out.
     """
     if kind == "average":
         yield from average.averages.items() if average is not None else ()

@@ -1,7 +1,7 @@
 """Pipeline parallelism: every rank along pp has some of the layers, and micro batches pass through the ranks.
 
-Stages are torch's (`torch.distributed.pipelining`), made by hand: which rank has which layers is in lockstep/plan/cuts.py. A rank keeps the model of
-transformers, without the layers of other ranks, so that its parameters and modules have their names.
+Stages are torch's (`torch.distributed.pipelining`), made by hand. lockstep/plan/cuts.py says which rank has which layers. A rank keeps the
+model of transformers without the layers of other ranks, so that parameters and modules keep their names.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Stage(torch.nn.Module):
-    """A run of units of a model. The first takes token ids; the last returns its share of the loss."""
+    """Consecutive units of a model (lockstep/plan/cuts.py). The first stage takes token ids; the last returns loss / `share`.
+
+    With `apart`, a sequence holds several documents that do not see each other.
+    """
 
     def __init__(
         self,
@@ -41,9 +44,8 @@ class Stage(torch.nn.Module):
         names = modules.names_in(model)
         base = model.get_submodule(names.base)
         self.units, self.share, self.autocast = units, share, autocast
-        self.counted: dict[
-            str, torch.Tensor
-        ] = {}  # what the sum of losses is divided by, if not by their number
+        # What the sum of losses is divided by, if not by their number
+        self.counted: dict[str, torch.Tensor] = {}
         self.config, self.loss_function = model.config, model.loss_function
         self.numbers = [unit for unit in units if isinstance(unit, int)]
         layers = model.get_submodule(names.layers)
@@ -80,34 +82,33 @@ class Stage(torch.nn.Module):
     def _through_layers(
         self, x: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """As the forward pass of transformers' base model does."""
+        """Apply the layers, as the forward pass of transformers' base model does."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        made = {
+        mask_functions = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        told = self.config.to_dict()
-        alike = (
-            "sliding_attention" if told.get("sliding_window") else "full_attention"
-        )  # of families without types
-        types = told.get("layer_types") or [alike] * self.config.num_hidden_layers
-        kinds = [types[number] for number in self.numbers]
+        config = self.config.to_dict()
+        # All layers of a family without types have this one.
+        default = "sliding_attention" if config.get("sliding_window") else "full_attention"
+        layer_types = config.get("layer_types") or [default] * self.config.num_hidden_layers
+        own_types = [layer_types[number] for number in self.numbers]
         masks = {
-            kind: made[kind](
+            layer_type: mask_functions[layer_type](
                 self.config,
                 x,
                 attention_mask=attention_mask,
                 past_key_values=None,
                 position_ids=position_ids if self.apart else None,
             )
-            for kind in sorted(set(kinds))
+            for layer_type in sorted(set(own_types))
         }
         angles = self.rotary_emb(x, position_ids)
-        for layer, kind in zip(self.layers, kinds, strict=True):
+        for layer, layer_type in zip(self.layers, own_types, strict=True):
             x = layer(
                 x,
-                attention_mask=masks[kind],
+                attention_mask=masks[layer_type],
                 position_ids=position_ids,
                 position_embeddings=angles,
                 use_cache=False,
@@ -118,7 +119,7 @@ class Stage(torch.nn.Module):
 class Pipeline:
     """The stages of one rank, and the schedule. Takes the layers of other ranks out of the model, in place.
 
-    `micro` is the number of micro batches that a batch is cut into, `share` the number of losses whose sum is the mean loss.
+    `micro` is the number of micro batches that a batch is cut into. Their losses are divided by `share`, so that they sum to the mean.
     """
 
     def __init__(
@@ -139,18 +140,18 @@ class Pipeline:
         self.count = cuts.num_stages(schedule, self.size)
         self.numbers = cuts.stages_of(schedule, self.rank, self.size)
         self.last_rank = cuts.rank_of(schedule, self.count - 1, self.size)
-        layers = model.config.num_hidden_layers
+        num_layers = model.config.num_hidden_layers
         names = modules.names_in(model)
         self.tied = modules.is_tied(model)
         # name -> shape of every parameter of the model, and the rank along pp that has it
         self.whole = {
-            name: (tuple(parameter.shape), self._rank_of(name, names, layers))
+            name: (tuple(parameter.shape), self._rank_of(name, names, num_layers))
             for name, parameter in model.named_parameters()
         }
-        units = [cuts.units_of(number, self.count, layers) for number in self.numbers]
-        self.stages = [Stage(model, own, share, autocast, apart) for own in units]
+        units_by_stage = [cuts.units_of(number, self.count, num_layers) for number in self.numbers]
+        self.stages = [Stage(model, units, share, autocast, apart) for units in units_by_stage]
         self.hidden_size = model.config.hidden_size
-        _keep(model, names, [unit for own in units for unit in own])
+        _keep(model, names, [unit for units in units_by_stage for unit in units])
         # The head of a tied model has the embedding's weights. On another rank it has a replica of them.
         self.replica = (
             model.get_submodule(names.head)
@@ -159,18 +160,17 @@ class Pipeline:
         )
         self.renamed = {names.head_weight: names.embedding_weight} if self.replica is not None else {}
         ends = device_mesh.mesh[[0, self.last_rank]].flatten(1).T.tolist()
-        self.ends = (
-            dist.new_subgroups_by_enumeration(ends)[0] if self.tied and self.last_rank else None
-        )  # of this rank's first and last stage; None on the ranks between
+        # The group of the ranks with the first and the last stage; None on the ranks between
+        self.ends = dist.new_subgroups_by_enumeration(ends)[0] if self.tied and self.last_rank else None
 
     def _rank_of(self, name: str, names: modules.Names, layers: int) -> int:
-        """The rank along pp that has a parameter; of tied ones, the embedding's."""
+        """The rank along pp that has a parameter. Tied weights belong to the embedding."""
         unit = names.unit_of(name)
         stage = next(n for n in range(self.count) if unit in cuts.units_of(n, self.count, layers))
         return cuts.rank_of(self.name, stage, self.size)
 
     def called(self, further: dict[str, str | int]) -> CalledModules:
-        """The stages that are given a batch, and where among their arguments its parts are."""
+        """The stages that are called with parts of a batch, and where among the arguments of each these are."""
         first: CalledModules = [
             (stage, {"input_ids": 0, **further}) for stage in self.stages if stage.embedding is not None
         ]
@@ -183,7 +183,7 @@ class Pipeline:
             rows, hidden_positions, self.hidden_size, dtype=dtype, device="meta", requires_grad=True
         )
         loss = torch.zeros((), device="meta", requires_grad=True)
-        made = [
+        stages = [
             PipelineStage(
                 stage,
                 number,
@@ -195,9 +195,9 @@ class Pipeline:
             )
             for number, stage in zip(self.numbers, self.stages, strict=True)
         ]
-        kind = get_schedule_class(cuts.SCHEDULES[self.name][0])
-        self.schedule = kind(
-            made if issubclass(kind, PipelineScheduleMulti) else made[0],
+        schedule_class = get_schedule_class(cuts.SCHEDULES[self.name][0])
+        self.schedule = schedule_class(
+            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
             self.micro,
             loss_fn=lambda loss, _labels: loss,
             # True would scale the gradients of earlier micro batches again; the stage divides the loss instead
@@ -205,7 +205,7 @@ class Pipeline:
         )
 
     def divide_by(self, num_labels: torch.Tensor, share: float) -> None:
-        """Let the loss be the sum over labels, divided by `num_labels` and `share`."""
+        """From now on the loss is the sum over labels, divided by `num_labels` and `share`."""
         for stage in self.stages:
             stage.counted, stage.share = {"num_items_in_batch": num_labels}, share
 
@@ -216,12 +216,12 @@ class Pipeline:
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of a batch, each (B, S); this rank's part of the mean loss, which is 0 but on the rank of the last stage."""
+        """Run forward and backward of a batch, each (B, S). Returns its part of the mean loss, 0 on ranks without the last stage."""
         losses: list[torch.Tensor] = []
-        given = (input_ids,) if 0 in self.numbers else ()
+        first_input = (input_ids,) if 0 in self.numbers else ()
         try:
             self.schedule.step(
-                *given,
+                *first_input,
                 target=labels,
                 losses=losses,
                 return_outputs=False,
@@ -229,7 +229,8 @@ class Pipeline:
                 position_ids=position_ids.expand(len(labels), -1),
                 **({} if attention_mask is None else {"attention_mask": attention_mask}),
             )
-        except RuntimeError as error:  # the schedule says in which stage, not what went wrong
+        except RuntimeError as error:
+            # The schedule's own error says in which stage, not what went wrong.
             raise error.__cause__ or error from None
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
@@ -237,22 +238,23 @@ class Pipeline:
         """Sum the gradients of tied weights over the two ends of the pipeline, in place. Other ranks have nothing to do."""
         if self.ends is None:
             return
-        end = self.replica if self.replica is not None else self.stages[0].embedding
-        gradient = gradient_of(cast(torch.nn.Module, end).weight)  # type: ignore[arg-type]
+        module = self.replica if self.replica is not None else self.stages[0].embedding
+        gradient = gradient_of(cast(torch.nn.Module, module).weight)  # type: ignore[arg-type]
         dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self.ends)
 
     def contract(self) -> dict[str, Any]:
+        """The schedule, its number of micro batches and the units of all stages, read back from live objects. Collective."""
         names = {torch_name: name for name, (torch_name, _, _) in cuts.SCHEDULES.items()}
         live = type(self.schedule)
         return {
-            "schedule": next(name for text, name in names.items() if get_schedule_class(text) is live),
+            "schedule": next(name for key, name in names.items() if get_schedule_class(key) is live),
             "microbatches": self.schedule._n_microbatches,
             "units": gather_objects([stage.units for stage in self.stages], self.group),
         }
 
 
 def _keep(model: "PreTrainedModel", names: modules.Names, units: list[str | int]) -> None:
-    """Take all units but these out of the model."""
+    """Remove all units but these from the model, in place."""
     base = cast(Any, model.get_submodule(names.base))
     layers = base.layers
     base.layers = torch.nn.ModuleDict(

@@ -15,30 +15,31 @@ from lockstep.plan import command_line, compiled, cuts, rates, strategies
 from lockstep.plan.config import Config
 from lockstep.plan.resources import launched_in_place, require_memory, workers_here
 
-TRACE = b' {\n    "schemaVersion"'  # how torch's profiler begins a file
+# A trace of torch's profiler begins with this.
+TRACE = b' {\n    "schemaVersion"'
 
 
 def notes(config: Config) -> list[str]:
-    """What a person should know of a run before it starts, a line each."""
+    """What a user should know of a run before it starts, a line each."""
     return [*shadowed(config), *emulated(config), *untested(config)]
 
 
 def untested(config: Config) -> list[str]:
     """One line if a library has another version than the one that Lockstep is tested with."""
     libraries = ["torch", "transformers", *([config.spec.library] if config.spec.library else [])]
-    found = [difference for library in libraries if (difference := origin.difference(library))]
-    return [f"{'; '.join(found)}: what follows may depend on it"] if found else []
+    differences = [difference for library in libraries if (difference := origin.difference(library))]
+    return [f"{'; '.join(differences)}: what follows may depend on it"] if differences else []
 
 
 def shadowed(config: Config) -> list[str]:
     """One line for each built-in name that is also a name in the current folder: the built-in one is used."""
-    pairs = (
+    options = (
         ("model_name", config.model_name, architectures.BUILT_IN),
         ("dataset_name", config.dataset_name, (texts.BUILT_IN_CORPUS,)),
     )
     return [
         f"--{option} {name}: the built-in one is used; write ./{name} for the one in this folder"
-        for option, name, built_in in pairs
+        for option, name, built_in in options
         if name in built_in and Path(name).exists()
     ]
 
@@ -72,19 +73,19 @@ def load_inputs(config: Config) -> data.Inputs:
         from lockstep.training import optim  # imports torch
 
         optim.require_known(config.optimizer)
-    longest = architecture.get("max_position_embeddings") or config.seq_length
-    if config.seq_length > longest:
+    num_positions = architecture.get("max_position_embeddings") or config.seq_length
+    if config.seq_length > num_positions:
         raise UserError(
-            f"--seq_length {config.seq_length}: {config.model_name} has positions for {longest} tokens; lower it"
+            f"--seq_length {config.seq_length}: {config.model_name} has positions for {num_positions} tokens; lower it"
         )
     windows_per_step = config.dp_size * config.batch_size * config.gradient_accumulation_steps
     name = config.model_name
-    named = architectures.HUB_IDS.get(name, name) if config.pretrained else name
+    tokenizer_name = architectures.HUB_IDS.get(name, name) if config.pretrained else name
     assert config.data_cache_dir is not None, "parse_config fills it in"
     corpus = data.load_corpus(
         config.dataset_name,
-        # Whoever wants the hub's weights wants its tokens
-        tokenizer.build_tokenizer(named, architecture),
+        # A model with the hub's weights needs the hub's tokenizer.
+        tokenizer.build_tokenizer(tokenizer_name, architecture),
         seq_length=config.seq_length,
         windows_per_step=windows_per_step,
         cache_folder=config.data_cache_dir,
@@ -106,7 +107,7 @@ def load_inputs(config: Config) -> data.Inputs:
 
 
 def checked(strategy: str, arguments: list[str]) -> tuple[Config, data.Inputs]:
-    """The configuration and inputs of a run that is started later. Raises UserError if it could not be; leaves no folder behind."""
+    """The configuration and inputs of a run that is started later. Raises UserError if it cannot be started. Leaves no folder behind."""
     config = command_line.parse_config(strategy, [*arguments, "--dry_run"])
     inputs = load_inputs(config)
     check_environment(config, inputs.architecture)
@@ -160,7 +161,8 @@ def check_environment(config: Config, architecture: dict) -> None:
     _require_packages(config.report_to)
     config.spec.require(config, architecture)
     compiled.require(config.compile)
-    for run in runs(config):  # an older run's is replaced
+    # The files of an older run are replaced.
+    for run in runs(config):
         files.require_ours(run.history_path, "--loss_output_dir", history.BEGINS)
         files.require_ours(run.told_path, "--loss_output_dir", b"{")
     if config.capture_dir is not None:
@@ -175,8 +177,8 @@ def check_environment(config: Config, architecture: dict) -> None:
         raise UserError(
             f"--loss_output_dir: {config.history_path} is a folder; remove it, or choose another folder"
         )
-    written = {"--loss_output_dir": config.loss_output_dir, "--capture_dir": config.capture_dir}
-    for option, folder in written.items():
+    output_folders = {"--loss_output_dir": config.loss_output_dir, "--capture_dir": config.capture_dir}
+    for option, folder in output_folders.items():
         if folder is not None:
             files.require_writable_folder(folder, option, keep=False)
     if not launched_in_place():  # Ray makes it, and it may stay empty
@@ -185,6 +187,6 @@ def check_environment(config: Config, architecture: dict) -> None:
     config.start.check(architecture, fewer_layers=config.num_layers is not None)
     workers = workers_here(config.num_workers) if launched_in_place() else config.num_workers
     require_memory(config, architecture, workers)
-    for folder in written.values():
+    for folder in output_folders.values():
         if folder is not None and not config.dry_run:
             folder.mkdir(parents=True, exist_ok=True)

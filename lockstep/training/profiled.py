@@ -42,40 +42,43 @@ class Profile(Listener):
 
     def _export(self, path: Path) -> None:
         self.profiler.export_chrome_trace(str(path))
-        if not path.read_bytes().rstrip().endswith(b"}"):  # it says nothing of a full disk
+        # The profiler does not report a full disk.
+        if not path.read_bytes().rstrip().endswith(b"}"):
             raise OSError(errno.ENOSPC, "the trace is cut off")
 
     def line(self) -> str:
         """Where the time of a step goes, as a mean over all ranks. Collective."""
         totals, computing, communicating = zip(*gather_objects(times(self.profiler.events())), strict=True)
-        total, busy, least = sum(totals), sum(computing), len(totals) * min(communicating)
-        shares = (f"{100 * part / total:.0f}%" for part in (busy, least, total - busy - least))
-        each = 1000 * total / len(totals) / len(self.steps)
-        said = "steps {} to {} profiled: {:.1f} ms a step, computing {}, communicating {}, waiting {}"
-        return said.format(self.steps[0], self.steps[-1], each, *shares)
+        total, busy, exposed = sum(totals), sum(computing), len(totals) * min(communicating)
+        percentages = (f"{100 * part / total:.0f}%" for part in (busy, exposed, total - busy - exposed))
+        milliseconds = 1000 * total / len(totals) / len(self.steps)
+        sentence = "steps {} to {} profiled: {:.1f} ms a step, computing {}, communicating {}, waiting {}"
+        return sentence.format(self.steps[0], self.steps[-1], milliseconds, *percentages)
 
 
 def times(events: Sequence[Any]) -> tuple[float, float, float]:
-    """Of the rank that has these events of torch's profiler, in seconds inside of the marked steps: all of them, in which it computes, in which
-    it communicates and does not compute."""
+    """Return three times of the rank that has these events of torch's profiler, in seconds inside of the marked steps.
+
+    They are the whole time, that in which it computes, and that in which it communicates and does not compute.
+    """
     steps = [event for event in events if event.name.startswith(STEP) and event.device_type == DeviceType.CPU]
-    ours = [event for event in events if event.device_type != DeviceType.CPU] or events
-    collectives = [event for event in ours if _communicates(event.name)]
-    # Events with a collective inside: they wait for it.
-    around = set()
+    device_events = [event for event in events if event.device_type != DeviceType.CPU] or events
+    collectives = [event for event in device_events if _communicates(event.name)]
+    # The collectives, and the events that have one inside and wait for it
+    waiting = set()
     for event in collectives:
         while event is not None:
-            around.add(id(event))
+            waiting.add(id(event))
             event = event.cpu_parent
     operations = [
         event
-        for event in ours
-        if not (id(event) in around or event.is_user_annotation or event.name.startswith("autograd::engine"))
+        for event in device_events
+        if not (id(event) in waiting or event.is_user_annotation or event.name.startswith("autograd::engine"))
     ]
     windows = _spans(steps)
     computing = covered(_spans(operations), windows)
-    both = covered(_spans(operations + collectives), windows)
-    return covered(windows, windows), computing, both - computing
+    busy = covered(_spans(operations + collectives), windows)
+    return covered(windows, windows), computing, busy - computing
 
 
 def _communicates(name: str) -> bool:
@@ -89,9 +92,9 @@ def _spans(events: Sequence[Any]) -> list[Span]:
 def covered(spans: list[Span], windows: list[Span]) -> float:
     """How much of the windows is inside of at least one of the spans, which are in order."""
     total = 0.0
-    for at, end in windows:
+    for position, end in windows:
         for low, high in spans:
-            low, high = max(low, at), min(high, end)
+            low, high = max(low, position), min(high, end)
             if high > low:
-                total, at = total + high - low, high
+                total, position = total + high - low, high
     return total

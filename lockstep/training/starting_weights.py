@@ -1,4 +1,4 @@
-"""The weights that a run starts from: made or read before the strategy, and held against the file once they are sharded."""
+"""The weights that a run starts from: made or read before the strategy, and compared with the file once they are sharded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,55 +46,56 @@ def initial_model(
                 say(f"Saved initial weights to {start.written}")
         path = start.written
     with stopping_together():  # a file need not be there on every machine
-        model, sums = build(path)
+        model, file_sums = build(path)
     if path:
         say(f"Loaded initial weights from {path}")
     if start.perturbed_in:
         weights.perturb(model, start.perturbed_in, start.seed)
         return model, None  # no longer the file's
-    return model, sums
+    return model, file_sums
 
 
 def require_file_weights(
     strategy: Strategy, inputs: Inputs, file_sums: dict[str, str] | None
 ) -> dict[str, str] | None:
-    """The checksums of the live weights, on rank 0. Collective.
+    """Return the checksums of the live weights on rank 0, None elsewhere. Collective.
 
-    The weights, sharded and gathered back, must be the file's, bit for bit; `file_sums` is None if they are no file's, or cast.
+    Raises TrainingFailure unless the weights, sharded and gathered back, are the file's, bit for bit. `file_sums` is None if they do not
+    come from a file, or are cast; then only names and shapes are compared with the model's.
     """
     hang.at("gathering the weights before step 1")
     shapes: dict[str, tuple[int, ...]] = {}
-    live, whole = live_checksums(strategy, shapes), parameter_shapes(inputs.architecture)
-    stop_together(_problem(live, shapes, whole, file_sums, inputs.start) if live is not None else "")
+    live, model_shapes = live_checksums(strategy, shapes), parameter_shapes(inputs.architecture)
+    stop_together(_problem(live, shapes, model_shapes, file_sums, inputs.start) if live is not None else "")
     return live
 
 
 def _problem(
     live: dict[str, str], shapes: Shapes, whole: Shapes, file_sums: dict[str, str] | None, start: Start
 ) -> str:
-    """In what the live weights are not the model's or the file's; "" if in nothing."""
+    """Return how the live weights differ from the model's or the file's, as a sentence; "" if they do not."""
     missing, extra = sorted(whole.keys() - live.keys()), sorted(live.keys() - whole.keys())
     if missing or extra:
-        found = " and ".join(
-            f"{what} {names[0]} ({len(names)} in all)"
-            for what, names in (("lacks", missing), ("also has", extra))
+        difference = " and ".join(
+            f"{verb} {names[0]} ({len(names)} in all)"
+            for verb, names in (("lacks", missing), ("also has", extra))
             if names
         )
-        return f"after sharding, the strategy's model {found}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
-    cut = next((name for name in sorted(live) if shapes[name] != whole[name]), None)
-    if cut:
+        return f"after sharding, the strategy's model {difference}; parameters keep the names of the model; adapters such as LoRA are a part of --model path/to/file.py:FUNCTION"
+    misshapen = next((name for name in sorted(live) if shapes[name] != whole[name]), None)
+    if misshapen:
         return (
-            f"after sharding, {cut} is {shapes[cut]} when gathered, and {whole[cut]} in the model; weights must be whole, or DTensors that say how "
+            f"after sharding, {misshapen} is {shapes[misshapen]} when gathered, and {whole[misshapen]} in the model; weights must be whole, or DTensors that say how "
             "they are cut"
         )
-    wrong = next((name for name in sorted(live) if file_sums and live[name] != file_sums.get(name)), None)
-    return f"after sharding, {wrong} differs from {start.path or start.model_name}" if wrong else ""
+    differing = next((name for name in sorted(live) if file_sums and live[name] != file_sums.get(name)), None)
+    return f"after sharding, {differing} differs from {start.path or start.model_name}" if differing else ""
 
 
 def live_checksums(
     strategy: Strategy, shapes: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, str] | None:
-    """Checksums of the live weights, gathered whole, whose shapes are added to `shapes`. On rank 0 only, but collective."""
+    """Return checksums of the live weights, gathered whole, on rank 0; None elsewhere. Adds their shapes to `shapes`. Collective."""
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in strategy.full_parameters():

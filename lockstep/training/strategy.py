@@ -16,7 +16,7 @@ from lockstep.plan.mesh import Geometry, Mesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# input_ids and labels, each (B, S); labels are shifted by one. Then what `Samples.further` names: mostly nothing.
+# input_ids and labels, each (B, S); labels are shifted by one. Then the further inputs that `Samples.further` names, mostly none.
 MicroBatch = tuple[torch.Tensor, ...]
 
 
@@ -61,18 +61,18 @@ class Strategy(Captured, Protocol):
 
 
 def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
-    """Raise UserError unless the class of a user's strategy has all methods of the protocol, and takes `further` inputs."""
-    own = strategies.load(spec.factory)
-    steps = getattr(own, "forward_backward", None)
-    listed = {**vars(Strategy), **vars(Captured)}
-    methods = [name for name, member in listed.items() if not name.startswith("_") and callable(member)]
-    missing = [name for name in methods if not hasattr(own, name)]
-    if not isinstance(own, type) or missing:
-        what = f"has no {', '.join(missing)}" if isinstance(own, type) else "is no class"
+    """Raise UserError unless a user's strategy is a class with all methods of the protocol, and takes the `further` inputs."""
+    strategy_class = strategies.load(spec.factory)
+    forward_backward = getattr(strategy_class, "forward_backward", None)
+    members = {**vars(Strategy), **vars(Captured)}
+    methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
+    missing = [name for name in methods if not hasattr(strategy_class, name)]
+    if not isinstance(strategy_class, type) or missing:
+        problem = f"has no {', '.join(missing)}" if isinstance(strategy_class, type) else "is no class"
         raise UserError(
-            f"{spec.factory} {what}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
+            f"{spec.factory} {problem}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
         )
-    if further and steps.__module__ != "lockstep.training.torch_strategy":
+    if further and forward_backward.__module__ != "lockstep.training.torch_strategy":
         raise UserError(
             f"{spec.factory} has a forward_backward of its own, for micro batches of ids and labels alone, and these have {further[0]}, too; leave "
             "--padding and --documents out"
@@ -80,9 +80,9 @@ def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
 
 
 def count_labels(samples: Samples, micro_batches: list[MicroBatch], mesh: Mesh) -> torch.Tensor | None:
-    """What the sum of losses of each micro batch is divided by: the number of labels of the global batch; int64, shape (). Collective.
+    """Return the number of labels of the global batch, which each micro batch divides its sum of losses by; int64, shape (). Collective.
 
-    None if every position has one, so that a mean will do.
+    None if every position has a label, so that a mean will do.
     """
     if not samples.counted:
         return None

@@ -51,7 +51,7 @@ class TorchStrategy:
 
     def __init__(self, model: "PreTrainedModel", config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
-        # What the loop feeds, until a forward pass has counted.
+        # What the loop feeds. Each forward pass counts again.
         self.num_micro_batches = config.gradient_accumulation_steps
         self.num_tokens = config.batch_size * config.seq_length // config.cp_size
         self._num_labels: torch.Tensor | None = None
@@ -66,12 +66,11 @@ class TorchStrategy:
             else None
         )
         self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
-        frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self.wrapped = self.parallelize(model, self.device_mesh)
         _require_module(self.wrapped, type(self).__name__, frozen)
-        self.model = cast(
-            "PreTrainedModel", unwrapped(self.wrapped)
-        )  # sharded, it is still transformers' class
+        # Sharded, it is still of transformers' class.
+        self.model = cast("PreTrainedModel", unwrapped(self.wrapped))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.sharded = [parameter for parameter in self.parameters if isinstance(parameter, DTensor)]
         self.layouts = by_layout(self.parameters)
@@ -79,8 +78,9 @@ class TorchStrategy:
         self.optimizer = build_optimizer(
             [
                 group
-                for alike in self.layouts  # a fused step cannot mix device meshes
-                for group in parameter_groups(alike, config.weight_decay)
+                # A fused step cannot mix device meshes.
+                for parameters in self.layouts
+                for group in parameter_groups(parameters, config.weight_decay)
             ],
             optimizer=config.optimizer,
             learning_rate=config.learning_rate,
@@ -124,27 +124,27 @@ class TorchStrategy:
     def num_labels(self) -> torch.Tensor | None:
         """The number of labels of the global batch, while its losses are computed; None if every position has one.
 
-        The contract says that the loss is divided by it if it was read.
+        To read it counts as dividing the loss by it: the contract then says so.
         """
         self._divided_by = self._num_labels
         return self._num_labels
 
     @property
     def further(self) -> dict[str, torch.Tensor]:
-        """What else the model is to be called with for the whole micro batch: `attention_mask` or `position_ids`, (B, S), or nothing.
+        """Further inputs of the model for the whole micro batch: `attention_mask` or `position_ids`, (B, S), or none.
 
-        The contract says that it is if this was read.
+        To read them counts as calling the model with them: the contract then says so.
         """
         self._handed_on = tuple(self._further)
         return self._further
 
     @property
     def num_shares(self) -> int:
-        """How many losses the loss of the global batch is the mean of: one for each micro batch of each rank that sees other tokens."""
+        """The number of losses whose mean is that of the global batch: one per micro batch of each rank that sees other tokens."""
         return self.num_micro_batches * self.geometry().mesh.num_loss_shares
 
     def _through_model(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """Forward and backward of all micro batches; this rank's mean loss."""
+        """Run forward and backward of all micro batches; returns this rank's mean loss."""
         losses = []
         for index, (input_ids, labels, *further) in enumerate(micro_batches):
             self._further = self.config.samples.named(further)
@@ -164,16 +164,16 @@ class TorchStrategy:
         for index, (input_ids, labels, *further) in enumerate(micro_batches):
             self._further = self.config.samples.named(further)
             input_ids, labels, positions = self.cut(input_ids, labels)
-            given = self._given(positions)
-            if given["position_ids"] is None:
-                given["position_ids"] = torch.arange(labels.shape[1], device=labels.device)[None]
+            inputs = self._given(positions)
+            if inputs["position_ids"] is None:
+                inputs["position_ids"] = torch.arange(labels.shape[1], device=labels.device)[None]
             self.num_tokens = labels.numel()
             with self._reducing(index == len(micro_batches) - 1):
-                mean += self.pipeline.step(input_ids, labels, **given)
+                mean += self.pipeline.step(input_ids, labels, **inputs)
         return mean
 
     def called(self) -> CalledModules:
-        """See `lockstep.training.strategy.Strategy`."""
+        """See `lockstep.dumps.capture.Captured`."""
         samples = self.config.samples
         if self.pipeline is None:
             return [(self.model, {name: name for name in samples.inputs})]
@@ -192,17 +192,17 @@ class TorchStrategy:
         return loss if self._num_labels is None else loss * self.num_shares
 
     def _given(self, positions: torch.Tensor | None) -> dict[str, Any]:
-        """What the model is called with beside ids and labels, for these positions (1, S / cp) of a micro batch; None: all of them."""
+        """The model's inputs beside ids and labels, for these positions (1, S / cp) of a micro batch; None means all positions."""
         further = self.further
         if positions is None or not further:
             return {"position_ids": positions, **further}
-        own = further["position_ids"][:, positions[0]] if "position_ids" in further else positions
-        return {"position_ids": own, "attention_mask": context_parallel.allowed(further, positions[0])}
+        selected = further["position_ids"][:, positions[0]] if "position_ids" in further else positions
+        return {"position_ids": selected, "attention_mask": context_parallel.allowed(further, positions[0])}
 
     def cut(
         self, input_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """This rank's positions of a micro batch, each (B, S), and which they are (1, S); None: all of them."""
+        """Cut ids and labels, each (B, S), to this rank's positions; returns these (1, S), too, or None for all."""
         return (input_ids, labels, None) if self.context is None else self.context.cut(input_ids, labels)
 
     @contextlib.contextmanager
@@ -217,19 +217,19 @@ class TorchStrategy:
             yield
 
     def _counted(self) -> list[torch.nn.Parameter]:
-        """The parameters whose gradients count in the norm. Weights that the last stage shares with the first count there."""
+        """The parameters whose gradients count in the norm. Of tied weights, those of the first stage count."""
         if self.pipeline is None or self.pipeline.replica is None:
             return self.parameters
         return [parameter for parameter in self.parameters if parameter is not self.pipeline.replica.weight]
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them."""
+        """The norm of the whole gradient: squares of the local shards, summed over every axis that shards them. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for alike in self.in_norm:
-            gradients = [local(gradient_of(parameter)) for parameter in alike]
-            # offloaded gradients are on the CPU
+        for parameters in self.in_norm:
+            gradients = [local(gradient_of(parameter)) for parameter in parameters]
+            # Offloaded gradients are on the CPU.
             square = total_norm(gradients).to(self.device) ** 2
-            first = alike[0]
+            first = parameters[0]
             if isinstance(first, DTensor):
                 for axis in sharded_axes(first):
                     dist.all_reduce(square, group=first.device_mesh.get_group(axis))
@@ -241,8 +241,8 @@ class TorchStrategy:
     def update(self) -> float:
         norm = self.grad_norm()
         if self.config.max_grad_norm > 0:
-            for alike in self.layouts:
-                torch.nn.utils.clip_grads_with_norm_(alike, self.config.max_grad_norm, norm)
+            for parameters in self.layouts:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
@@ -253,24 +253,25 @@ class TorchStrategy:
         return None if gone else float(self.grad_norm())
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         if self.pipeline is None:
-            for name in own:
-                yield name, self._whole(own[name]).cpu()
+            for name in parameters:
+                yield name, self._whole(parameters[name]).cpu()
             return
         for name, (shape, owner) in self.pipeline.whole.items():
-            mine = owner == self.pipeline.rank
+            is_owner = owner == self.pipeline.rank
             whole = (
-                self._whole(own[name]).contiguous()
-                if mine
+                self._whole(parameters[name]).contiguous()
+                if is_owner
                 else torch.empty(shape, dtype=self.config.parameter_dtype, device=self.device)
             )
             dist.broadcast(whole, group=self.pipeline.group, group_src=owner)
             yield name, whole.cpu()
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, gathered over its device mesh. Offloaded shards are moved from the CPU first. Collective."""
         whole = parameter.detach()
-        if isinstance(whole, DTensor):  # offloaded shards are on the CPU
+        if isinstance(whole, DTensor):
             whole = cast(DTensor, whole.to(self.device)).full_tensor()
         return whole
 
@@ -285,10 +286,10 @@ class TorchStrategy:
 
     def effective_contract(self) -> dict[str, Any]:
         mesh, average, cuts = self.geometry().mesh, self.average, self.divided()
-        found = {
+        contract = {
             **torch_contract(self.model, self.optimizer, self.config.optimizer),
             **(
-                {"average_dtype": sorted({str(one.dtype) for one in average.averages.values()})}
+                {"average_dtype": sorted({str(tensor.dtype) for tensor in average.averages.values()})}
                 if average
                 else {}
             ),
@@ -305,19 +306,19 @@ class TorchStrategy:
             **({"cuts": cuts} if cuts else {}),
         }
         if self.context is not None:
-            found["attention"] = context_parallel.KERNEL
+            contract["attention"] = context_parallel.KERNEL
         if self.pipeline is not None:
-            found["tied_embeddings"] = self.pipeline.tied
-            found["weight_decay"] = {
+            contract["tied_embeddings"] = self.pipeline.tied
+            contract["weight_decay"] = {
                 rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
-                for rate, names in found["weight_decay"].items()
+                for rate, names in contract["weight_decay"].items()
             }
-        return found
+        return contract
 
     def divided(self) -> dict[str, Any]:
-        """Axis -> how it divides samples or the model, read back from live objects: what the `cuts` of its spec expect."""
+        """Axis -> how it divides samples or the model, read back from live objects. The `cuts` of the spec say what is expected."""
         live = {"cp": self.context, "pp": self.pipeline}
-        return {axis: one.contract() for axis, one in live.items() if one is not None}
+        return {axis: cut.contract() for axis, cut in live.items() if cut is not None}
 
     def sharding(self) -> dict[str, Any]:
         """What is sharded and how gradients are reduced, read back from the live module: for a spec that has `sharding`."""
@@ -325,12 +326,12 @@ class TorchStrategy:
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """The dtype in which a gradient is reduced over dp: what `fully_shard` was told, else the gradient's own."""
-        told = (
+        configured = (
             self.wrapped._get_fsdp_state()._mp_policy.reduce_dtype
             if isinstance(self.wrapped, FSDPModule)
             else None
         )
-        return told or gradient_of(parameter).dtype
+        return configured or gradient_of(parameter).dtype
 
 
 def _require_module(wrapped: Any, name: str, frozen: set[str]) -> None:
@@ -339,10 +340,10 @@ def _require_module(wrapped: Any, name: str, frozen: set[str]) -> None:
         raise UserError(
             f"{name}.parallelize returned {type(wrapped).__name__}; return the module that forward calls"
         )
-    here = {each for each, one in unwrapped(wrapped).named_parameters() if not one.requires_grad}
-    if here - frozen:
+    still_frozen = {key for key, p in unwrapped(wrapped).named_parameters() if not p.requires_grad}
+    if still_frozen - frozen:
         raise UserError(
-            f"{name}.parallelize left {min(here - frozen)} frozen (requires_grad is False), which the model trains; freeze it in the function "
+            f"{name}.parallelize left {min(still_frozen - frozen)} frozen (requires_grad is False), which the model trains; freeze it in the function "
             "of --model, or leave it trained"
         )
 
@@ -360,7 +361,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient, cut as its parameter is. Backward may leave it as partial sums, or whole on every rank."""
+    """The gradient with its parameter's placements. Backward may leave it as partial sums, or whole on every rank."""
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
         return gradient
     same = gradient.placements == parameter.placements
@@ -377,7 +378,7 @@ def by_layout(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parame
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of a tensor's own device mesh over which it is cut, not copied; none for a plain tensor."""
+    """The axes of a tensor's device mesh over which it is sharded, not replicated; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())

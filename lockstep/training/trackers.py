@@ -1,7 +1,7 @@
 """Trackers that runs and verifications are reported to, each through its own client (--report_to).
 
-A client's own environment variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, say where it writes; else it writes into the run's folder.
-Each class here is made with the name of a run, a folder, and what the run is about. `metrics` takes those of a step, by name. `result` takes
+A client's own environment variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, say where it writes; otherwise it writes into the run's
+folder. Each class here is made with a run's name, its folder and its settings. `metrics` takes those of a step, by name. `result` takes
 texts and numbers by name, and files. `close` takes whether the run failed.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.ground.collective import stopping_together
 from lockstep.ground.errors import UserError, first_line
 
-# Of Weights & Biases, and the experiment of MLflow, unless their environment variables name another
+# The project of Weights & Biases and the experiment of MLflow, unless their environment variables name another
 PROJECT = "lockstep"
 
 
@@ -25,7 +25,7 @@ class TensorBoard:
     def __init__(self, name: str, folder: Path, about: dict[str, Any]):
         from torch.utils.tensorboard import SummaryWriter
 
-        # It would add to an older run of the name.
+        # Without the time, it would add to an older run of the same name.
         self.writer = SummaryWriter(str(folder / "tensorboard" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
         self.writer.add_text("about", f"```\n{json.dumps(about, indent=1)}\n```")
         self.close = lambda failed: self.writer.close()
@@ -35,7 +35,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def result(self, texts: dict[str, str], numbers: dict[str, float], files: Sequence[Path]) -> None:
-        # It shows Markdown; of any other file, where it is.
+        # TensorBoard shows Markdown. Of any other file it shows the path.
         shown = {path.name: path.read_text() if path.suffix == ".md" else str(path) for path in files}
         for name, text in (texts | shown).items():
             self.writer.add_text(name, text)
@@ -67,13 +67,13 @@ class MLflow:
     def __init__(self, name: str, folder: Path, about: dict[str, Any]):
         import mlflow
 
-        self.client, place = mlflow, None
+        self.client, artifacts = mlflow, None
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-            place = (folder / "mlartifacts").as_uri()
+            artifacts = (folder / "mlartifacts").as_uri()
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         if mlflow.get_experiment_by_name(experiment) is None:
-            mlflow.create_experiment(experiment, place)
+            mlflow.create_experiment(experiment, artifacts)
         mlflow.set_experiment(experiment)
         mlflow.start_run(run_name=name)
         mlflow.log_params(about)
@@ -87,33 +87,34 @@ class MLflow:
             self.client.log_artifact(str(path))
 
 
-# By the name of the package, which --report_to takes.
+# By the package's name, which --report_to takes
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
 
 
 class Trackers:
-    """The trackers of a run of this name, all of which are told the same. Their errors are raised as UserError."""
+    """The trackers of a run. All of them are told the same. Their errors are raised as UserError."""
 
     def __init__(self, trackers: Iterable[str], name: str, folder: Path, about: dict[str, Any]):
-        self._all: dict[str, Any] = {}
-        for each in trackers:
-            with _named(each):
-                self._all[each] = TRACKERS[each](name, folder, about)
+        self._clients: dict[str, Any] = {}
+        for tracker in trackers:
+            with _named(tracker):
+                self._clients[tracker] = TRACKERS[tracker](name, folder, about)
 
     def tell(self, say: Callable[[Any], object]) -> None:
-        for name, each in self._all.items():
+        for name, client in self._clients.items():
             with _named(name):
-                say(each)
+                say(client)
 
     def step(self, step: dict[str, Any]) -> None:
         """Tell them of a step of the history."""
         values = {name: step[name] for name in ("loss", "grad_norm", "learning_rate")}
         values["tokens_per_second"] = step["tokens"] / step["seconds"]
-        self.tell(lambda each: each.metrics(values, step=step["step"]))
+        self.tell(lambda client: client.metrics(values, step=step["step"]))
 
 
 @contextlib.contextmanager
 def _named(tracker: str) -> Iterator[None]:
+    """Raise an error inside as UserError that names the tracker."""
     try:
         yield
     except Exception as error:
@@ -131,7 +132,7 @@ def tracking(names: Iterable[str], history: Path, about: dict[str, Any]) -> Iter
         yield trackers
     except BaseException:
         with contextlib.suppress(UserError):  # the error above is the reason
-            trackers.tell(lambda each: each.close(1))
+            trackers.tell(lambda client: client.close(1))
         raise
     with stopping_together():
-        trackers.tell(lambda each: each.close(0))
+        trackers.tell(lambda client: client.close(0))

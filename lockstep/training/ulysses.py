@@ -18,11 +18,12 @@ from lockstep.training.context_parallel import OwnPositions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "ulysses"  # of the attention function, in transformers' registry
+# The attention function's name in transformers' registry
+NAME = "ulysses"
 
 
 def forget() -> None:
-    """Before a run without it: an engine would take the groups of an earlier run in this process for its own."""
+    """Release the groups of an earlier run in this process: the engine of a run without Ulysses would take them for its own."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
 
@@ -40,19 +41,21 @@ class Ulysses(OwnPositions):
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        self.mpu = parallel_state_sp  # what the engine asks for its groups: a module
-        self.mpu._release_sequence_parallel_groups()  # those of an earlier run in this process
+        # The engine asks this module for its groups.
+        self.mpu = parallel_state_sp
+        # Those of an earlier run in this process
+        self.mpu._release_sequence_parallel_groups()
         self.mpu.initialize_sequence_parallel(sequence_parallel_size=config.cp_size)
         super().__init__(self.mpu.get_sequence_parallel_group(), CONTIGUOUS, config.seq_length)
-        told = model.config
+        sizes = model.config
         # `register_with_transformers` would do the same for all later models of this process, too.
         self.attention = UlyssesSPAttentionHF(
             attn=sdpa_attention_forward,
             batch_size=config.batch_size,
-            attn_head_count=told.num_attention_heads,
-            attn_head_size=getattr(told, "head_dim", None) or told.hidden_size // told.num_attention_heads,
-            kv_head_count=told.num_key_value_heads,
-            num_hidden_layers=told.num_hidden_layers,
+            attn_head_count=sizes.num_attention_heads,
+            attn_head_size=getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads,
+            kv_head_count=sizes.num_key_value_heads,
+            num_hidden_layers=sizes.num_hidden_layers,
             process_group=self.group,
             seq_length_is_variable=False,
             local_seq_length=config.seq_length // self.size,
@@ -67,10 +70,10 @@ class Ulysses(OwnPositions):
             object.__setattr__(layer.get_submodule(names.attention), NAME, self.attention)
 
     def geometry(self) -> Geometry:
-        """From the groups that the engine reduces over: the ranks of dp and cp together, and those of cp."""
-        both, own = self.mpu.get_sequence_data_parallel_group(), self.group
-        mesh = Mesh(dp=dist.get_world_size(both) // dist.get_world_size(own), cp=dist.get_world_size(own))
-        return Geometry(mesh, Coordinates(dp=dist.get_rank(both) // mesh.cp, cp=dist.get_rank(own)))
+        """The mesh and this rank's coordinates, from the groups that the engine reduces over: dp and cp together, and cp."""
+        both, cp = self.mpu.get_sequence_data_parallel_group(), self.group
+        mesh = Mesh(dp=dist.get_world_size(both) // dist.get_world_size(cp), cp=dist.get_world_size(cp))
+        return Geometry(mesh, Coordinates(dp=dist.get_rank(both) // mesh.cp, cp=dist.get_rank(cp)))
 
     def observed(self) -> dict[str, Any]:
         """Entries of the contract: the kernel that attention computes with, and each rank's positions."""

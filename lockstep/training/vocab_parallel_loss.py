@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lockstep.inputs.samples import IGNORED
 
-_ROWS = 16  # tokens handled at a time: the float32 copy of their logits stays in the cache
+# Tokens handled at a time: the float32 copy of their logits stays in the cache.
+_ROWS = 16
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -28,7 +29,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         num_labels: torch.Tensor | None,
     ) -> torch.Tensor:
-        """logits (T, V_local), labels (T,) global ids, first_id a_r; returns the mean loss, or the sum over num_labels, float32, shape ()."""
+        """Return the mean loss, or the sum divided by num_labels; float32, shape ().
+
+        logits (T, V_local), labels (T,) global ids, first_id a_r.
+        """
         num_tokens, local_vocab = logits.shape
         maximum = logits.amax(dim=-1).float()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -41,14 +45,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             torch.sum(probabilities[rows], dim=-1, out=sums[rows])
 
         local_labels = labels - first_id
-        mine = (local_labels >= 0) & (local_labels < local_vocab)
+        is_local = (local_labels >= 0) & (local_labels < local_vocab)
         local_labels = local_labels.clamp(0, local_vocab - 1)
         target = logits.gather(-1, local_labels[:, None]).squeeze(-1).float()
-        sums_and_target = torch.stack([sums, torch.where(mine, target, 0.0)])
+        sums_and_target = torch.stack([sums, torch.where(is_local, target, 0.0)])
         dist.all_reduce(sums_and_target, group=group)
         sums, target = sums_and_target
 
-        ctx.save_for_backward(probabilities, sums, local_labels, mine, labels)
+        ctx.save_for_backward(probabilities, sums, local_labels, is_local, labels)
         ctx.logits_dtype = logits.dtype
         ctx.counted = num_tokens if num_labels is None else num_labels
         losses = (sums.log() + maximum - target).masked_fill(labels == IGNORED, 0.0)
@@ -56,12 +60,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        probabilities, sums, local_labels, mine, labels = ctx.saved_tensors
+        probabilities, sums, local_labels, is_local, labels = ctx.saved_tensors
         num_tokens = len(sums)
         scales = (grad_loss / ctx.counted / sums).masked_fill(labels == IGNORED, 0.0)
         gradient = torch.empty_like(probabilities, dtype=ctx.logits_dtype)
         tokens = torch.arange(num_tokens, device=sums.device)
-        probabilities[tokens, local_labels] -= sums * mine  # not yet divided by Z, so 1 is Z
+        # They are not yet divided by Z, so 1 is Z.
+        probabilities[tokens, local_labels] -= sums * is_local
         for start in range(0, num_tokens, _ROWS):
             rows = slice(start, start + _ROWS)
             torch.mul(probabilities[rows], scales[rows, None], out=probabilities[rows])
