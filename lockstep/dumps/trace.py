@@ -10,7 +10,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -151,6 +151,17 @@ def _fill(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
 
 
+class TopkArguments(NamedTuple):
+    """What `torch.topk` is called with."""
+
+    input: torch.Tensor
+    k: int
+    dim: int = -1
+    largest: bool = True
+    sorted: bool = True
+    out: Any = None
+
+
 class CountsTopk(TorchFunctionMode):
     """A mode that numbers the calls of `torch.topk`, from 0. What is done with a call is the subclass's to say."""
 
@@ -167,13 +178,13 @@ class CountsTopk(TorchFunctionMode):
         if function not in (torch.topk, torch.Tensor.topk):
             return result
         self.calls += 1
-        return self.see_topk(self.calls - 1, args[0], result)
+        return self.see_topk(self.calls - 1, TopkArguments(*args, **(kwargs or {})), result)
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         """What a function of torch returns."""
         return function(*args, **kwargs)
 
-    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
+    def see_topk(self, number: int, arguments: TopkArguments, result: Any) -> Any:
         """What the call returns, given its `result`."""
         return result
 
@@ -185,8 +196,8 @@ class _Topk(CountsTopk):
         super().__init__()
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # scores and indices
 
-    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
-        self.seen.append((scores, result.indices))
+    def see_topk(self, number: int, arguments: TopkArguments, result: Any) -> Any:
+        self.seen.append((arguments.input, result.indices))
         return result
 
 

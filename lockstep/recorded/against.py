@@ -123,7 +123,7 @@ class _Pair:
         """Yield what differs before step 1: frozen parameters, the optimizer's state, weights."""
         yield from _in_one_run([records[0].frozen for records in ranks], "frozen")
         kinds = [sorted({_state_kind(name) for name in records[0].places} - {""}) for records in ranks]
-        yield from _in_one_run(kinds, "in the optimizer's state before it")
+        yield from _in_one_run(kinds, "in the optimizer's state before the step")
         for kind in ("weight", *kinds[0]):
             unequal = self._unequal(kind)
             if unequal:
@@ -181,7 +181,7 @@ class _Pair:
         for name in tolerated:
             factors = [records[0].clipped(name) for records in ranks]
             ours, theirs = (
-                recording.whole(1, f"gradient/{name}")[0].double() / factor
+                recording.whole(1, f"gradient/{name}", mean=True)[0].double() / factor
                 for recording, factor in zip(self.pair, factors, strict=True)
             )
             bound = BOTH * tolerated[name] / factors[0]
@@ -195,8 +195,8 @@ class _Pair:
             named = self.steps[0].named
             mean = f"; here it is that of {named.weighting.label}" if named else ""
             times = f"; as a whole it is {dot / square:.6g} times as large" if square else ""
-            why = f"; of the model, {model}" if model else ""
-            yield f"with the same weights, samples and settings, the gradient is another: {_listed(too_far)}{times}{mean}{why}"
+            why = f"; in the model, {model}" if model else ""
+            yield f"with the same weights, samples and settings, the gradient differs: {_listed(too_far)}{times}{mean}{why}"
         elif model:
             self.notes.append(f"{model}, and the first gradient is the same")
 
@@ -216,16 +216,18 @@ class _Pair:
         unequal = [
             f"{key.replace(':', '.').lstrip('.')} is {_shown(ours.get(key))}, and {_shown(theirs.get(key))} there"
             for key in ours | theirs
-            if configurations or not ("." in key.partition(":")[2] or OF_PROCESSES.search(key.lower()))
-            if not (key.partition(":")[2].startswith("_") or _same(ours.get(key), theirs.get(key)))
+            for attribute in [key.partition(":")[2]]
+            if configurations or not ("." in attribute or OF_PROCESSES.search(attribute.lower()))
+            if not (attribute.startswith("_") or _same(ours.get(key), theirs.get(key)))
         ]
-        more = [f"{len(unequal) - SHOWN} more values of the model are others"] if len(unequal) > SHOWN else []
+        more = [f"{len(unequal) - SHOWN} more values of the model differ"] if len(unequal) > SHOWN else []
         return [*unequal[:SHOWN], *more]
 
     def rest_of_run(self) -> Iterator[tuple[int, str]]:
         """Yield (step, sentence) where the learning rate, and where the samples, first differ in the steps that are not recorded."""
         ours, theirs = (recording.whole_run() for recording in self.pair)
-        indices = range(self.number, min(len(ours[0]), len(theirs[0])))
+        # A run that was killed may have recorded fewer steps on some ranks.
+        indices = range(self.number, min(len(steps) for steps in [*ours, *theirs]))
         for index in indices:
             our_rates, their_rates = (sorted({*ranks[0][index].rates}) for ranks in (ours, theirs))
             if not _same(our_rates, their_rates):
@@ -262,8 +264,8 @@ def _settings(ranks: list[dict[int, Step]]) -> Iterator[str]:
     ours, theirs = map(_settings_of, ranks)
     yield from _in_one_run([ours, theirs], "held by an optimizer")
     names_of: dict[tuple[str, str, str], list[str]] = {}
-    for name in ours.keys() & theirs.keys():
-        for key in ours[name].keys() & theirs[name].keys():
+    for name in filter(theirs.__contains__, ours):
+        for key in filter(theirs[name].__contains__, ours[name]):
             here, there = ours[name][key], theirs[name][key]
             if not _same(here, there):
                 names_of.setdefault((key, _shown(here), _shown(there)), []).append(name)

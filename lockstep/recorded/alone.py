@@ -105,7 +105,7 @@ class Alone:
         """
         if self.unseen:
             self.verdict.notes.append(
-                f"no output of {and_more(list(self.unseen))} was recorded: each is judged as one piece with what follows it"
+                f"no output of {and_more(list(self.unseen))} was recorded: each is judged together with the modules that follow it"
             )
         if weights is None:
             return with_factors(list(self.modules.rows.values()), self.factors)

@@ -63,8 +63,8 @@ def judge(recording: Recording, verdict: StepVerdict) -> None:
             verdict.notes.append(f"{number} elements of {name} were set to 0 {when}, as by pruning")
         elif (least < most or after.numel() == 1) and torch.equal(before.clamp(least, most), after):
             weights.remove(name)
-            bounds = " and ".join(f"{bound:.5g}" for bound in sorted({float(least), float(most)}))
-            verdict.notes.append(f"{name} was clamped by {bounds} {when}")
+            bounds = ", ".join(f"{bound:.5g}" for bound in sorted({float(least), float(most)}))
+            verdict.notes.append(f"{name} was clamped to [{bounds}] {when}")
         elif _is_rounding(before, after):
             weights.remove(name)
             rounded.append(name)

@@ -13,9 +13,7 @@ from lockstep.verdict.rows import StepVerdict, Wrong
 
 # Where a factor came in
 BEGUN = "; it is there when the backward pass begins"
-LATER = (
-    "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
-)
+LATER = "; the backward pass begins without it, so it comes in later, as in the reduction of gradients"
 
 
 class Causes:

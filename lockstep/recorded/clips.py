@@ -63,13 +63,14 @@ def _judge_one(
     in_float32 = float(torch.stack([*(size.in_float32 for size in sizes), unjudged.float()]).norm())
     error = float32_norm_error(norm, in_float32, max(size.numel for size in sizes))
     largest = max(size.largest for size in sizes)
-    tolerated = error / norm + verdict.tolerated_weights
+    # Gradients that are exactly zero have a norm of zero: any other norm is wrong.
+    tolerated = (error / norm if norm else 0.0) + verdict.tolerated_weights
     # The run may have clipped by the largest element.
     if abs(clip.norm - largest) <= tolerated * largest:
         norm = largest
     if not verdict.number(label, clip.norm, norm, tolerated * norm).too_far:
         return []
-    times = clip.norm / norm
+    times = clip.norm / norm if norm else math.inf
     message = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {norm:.7g}"
     return [Wrong(message, "; it was clipped before scaler.unscale_(optimizer)" * causes.is_scale(times))]
 

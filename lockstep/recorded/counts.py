@@ -83,7 +83,7 @@ class Counts:
             f"in the shards of rank {' and '.join(map(str, ranks))}, {counts}"
             for counts, ranks in ranks_of.items()
         ]
-        more = "; those of further ranks are of others" if len(sentences) > SHOWN else ""
+        more = "; in those of further ranks, they count otherwise" if len(sentences) > SHOWN else ""
         return f"; {'; '.join(sentences[:SHOWN])}{more}"
 
     def on_odd_rank(self, of_first: torch.Tensor) -> None:

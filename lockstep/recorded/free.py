@@ -169,7 +169,9 @@ class Free:
         first = self.exact[0]
         name = _not_linear(self.right, called, told, first)
         if name and first.arrived == 1 and first.loss is not None:
-            self.verdict.notes.append(f"{NOT_LINEAR}, such as that of {name}; here, 1 arrives")
+            self.verdict.notes.append(
+                f"{NOT_LINEAR}, such as that of {name}; here 1 arrives, so this run is not affected"
+            )
         elif name:
             self.verdict.wrong.append(
                 f"{NOT_LINEAR}, such as that of {name}: a function's backward method forgets what it is given"
@@ -275,7 +277,8 @@ def _loss_noise(exact: Computed, yardstick: Computed) -> float:
 
     With the gradient g at the logits, the standard deviation of a sum of g_i times errors of one size is |g| times this size.
     """
-    if exact.loss is None or exact.logits is None or yardstick.logits is None or exact.at_logits is None:
+    # `judge_losses` asks nothing of a loss of 0.
+    if not exact.loss or exact.logits is None or yardstick.logits is None or exact.at_logits is None:
         return 0.0
     errors = yardstick.logits.double() - exact.logits
     return float(exact.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(exact.loss)

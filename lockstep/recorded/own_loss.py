@@ -48,9 +48,17 @@ def computed(
     for value in rest:
         if isinstance(value, dict):
             scalars |= value
-        else:
+        elif isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             number = float(value)
+        else:
+            raise UserError(
+                f"--loss: beside the loss, the function returns a {type(value).__name__}; what may follow it are a dict of its terms, and the number that it is a sum over"
+            )
     for name, scalar in scalars.items():
+        if not (isinstance(scalar, torch.Tensor) and scalar.numel() == 1 and scalar.requires_grad):
+            raise UserError(
+                f"--loss: the term {name} is not a scalar tensor with a gradient; leave it out, or return the tensor that is added"
+            )
         if torch.autograd.grad(loss, scalar, retain_graph=True, allow_unused=True)[0] is None:
             raise UserError(
                 f"--loss: the loss is not computed from {name}, so how often it counts is not known; "
@@ -69,6 +77,13 @@ def arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str,
     micro batch before.
     """
     recorded = {**called.arrived, **{name: torch.tensor(g) for name, g in called.about.scalars.items()}}
+    outside = next(
+        (name for name in recorded if any(name not in gradients for gradients in at.values())), None
+    )
+    if outside is not None:
+        raise UserError(
+            f"--loss: the loop trains on {outside}, too, which the function is not given: return it from the model's forward, or judge without --loss"
+        )
     flat = [torch.cat([gradients[name].flatten().double() for name in recorded]) for gradients in at.values()]
     rows = torch.stack(flat)
     observed = torch.cat([gradient.flatten().double() for gradient in recorded.values()])

@@ -97,7 +97,10 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
         ((rows, length),) = shapes
         recorded = [reference.recording.of_modules(reference.step, member) for member in members]
         observed = [outputs[name][0][1] for outputs in recorded if name in outputs]
-        right = [reference.outputs(member)[name] for member in members]
+        computed = [reference.outputs(member).get(name) for member in members]
+        right = [output for output in computed if output is not None]
+        if not len(observed) == len(right) == len(members):
+            continue
         for cut in pieces.layouts([length] * len(members)):
             joined = {k: cut.joined([member.tensors[k] for member in members]) for k in members[0].tensors}
             tensors = members[0].tensors | {k: whole for k, whole in joined.items() if whole is not None}
@@ -136,8 +139,9 @@ def explain_cache(reference: Reference, called: Called, name: str) -> list[str]:
         return []
     as_recorded = replace(called, instead={"use_cache": called.about.plain.get("use_cache")})
     observed = [recorded[0][1]]
-    with_cache, without = ([reference.outputs(trial)[name]] for trial in (as_recorded, called))
-    if not explains(observed, with_cache, without):
+    with_cache, without = (reference.outputs(trial).get(name) for trial in (as_recorded, called))
+    # The reference may not take what the run was called with.
+    if with_cache is None or without is None or not explains(observed, [with_cache], [without]):
         return []
     return [
         "the model keeps keys and values, and then computes otherwise, as transformers does not look for documents in position_ids: call it with use_cache=False"

@@ -88,6 +88,8 @@ class Reference(Model):
     ):
         super().__init__(recording, step, weights, exact=exact, streamed=streamed)
         self.loss = loss
+        # The part of a model's loss that the others are held against, if the loss is the sum of all that is returned beside it
+        self.rest_of_loss = ""
         self.gradients = _GradientsOnDisk(self.folder)
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -335,8 +337,10 @@ class Reference(Model):
         parts = {name: term.coefficient * term.value for name, term in terms.items()}
         if parts and self.exact and math.isclose(sum(parts.values()), float(loss.detach()), rel_tol=SAME):
             # The loss is the sum of all that is returned beside it. The largest part is then the rest of the
-            # loss, which the others are held against.
-            terms.pop(max(parts, key=lambda name: abs(parts[name])))
+            # loss, which the others are held against: in all micro batches that of the first.
+            if self.rest_of_loss not in parts:
+                self.rest_of_loss = max(parts, key=lambda name: abs(parts[name]))
+            terms.pop(self.rest_of_loss)
         # The gradients that have arrived at modules are those of the terms, not of the loss.
         self._drop_backward()
         return terms

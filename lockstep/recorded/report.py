@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from lockstep.ground.files import write_text
+from lockstep.ground.words import and_more
 from lockstep.recorded.run import RunVerdict
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.rows import StepVerdict
@@ -44,6 +45,11 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
             shown.append(
                 f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {farthest.name}, is {how_far} what is tolerated"
             )
+        unsure = [row.name for row in verdict.rows if not (row.judged or row.too_far)]
+        if unsure:
+            shown.append(
+                f"  {len(unsure)} of these are hardly judged, as one process in the run's dtype is as far off: half of their size or more is tolerated of {and_more(unsure)}"
+            )
         shown += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         shown += [f"  note: {note}" for note in verdict.notes]
     shown.append(f"whole run: {run.steps} steps, {run.samples} samples")
@@ -52,13 +58,20 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     step, wrong = first_wrong(steps, run)
     if wrong:
         return [*shown, f"FAIL: {step}{wrong[0]}"]
-    unseen = dict.fromkeys(part for verdict in steps if verdict.unseen for part in verdict.unseen.split("; "))
+    unjudged = dict.fromkeys(sentence for verdict in steps for sentence in verdict.unjudged)
+    unsure = [
+        row.name for verdict in steps for row in verdict.rows if row.which_pass != "update" and not row.judged
+    ]
+    if unsure:
+        unjudged[
+            f"{and_more(list(dict.fromkeys(unsure)))} {'is' if len(unsure) == 1 else 'are'} hardly judged"
+        ] = None
     means = dict.fromkeys(
         f"the gradient is that of {verdict.named.weighting.label}{verdict.difference}"
         for verdict in steps
         if verdict.named and verdict.difference
     )
-    return [*shown, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *unseen])]
+    return [*shown, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *unjudged])]
 
 
 def _count(number: int, word: str, ending: str) -> str:

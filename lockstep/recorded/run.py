@@ -355,7 +355,7 @@ def _shared_samples(ranks: list[list[RunStep]]) -> str:
         (one, other)
         for one in range(len(epochs))
         for other in range(one + 1, len(epochs))
-        if 2 * len(epochs[one] & epochs[other]) >= min(len(epochs[one]), len(epochs[other]))
+        if 2 * len(epochs[one] & epochs[other]) >= max(min(len(epochs[one]), len(epochs[other])), 1)
     ]
     return f"; data-parallel ranks {pairs[0][0]} and {pairs[0][1]} saw the same ones" if pairs else ""
 
@@ -403,6 +403,7 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
     # How many steps there are of each (by whom the schedule was stepped, how often)
     stepped = Counter((by, times) for step in steps for by, times in step.scheduled.items())
     rates = [max(step.rates, default=0.0) for step in steps]
+    # If the rate was never another, no update changes a weight, which the steps say.
     zeros = next((number for number, rate in enumerate(reversed(rates)) if rate != 0), 0)
     several = [(by, times) for (by, times), count in stepped.items() if times > 1 and 2 * count > len(steps)]
     message = ""

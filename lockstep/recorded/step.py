@@ -53,8 +53,7 @@ def judge(
     computed unit by unit. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
-    # Gradients, and what is computed in between, need memory, too.
-    streamed = 4 * _bytes_of_weights(recording) > memory
+    streamed = bytes_to_judge(recording) > memory
     verdict = _Step(recording, step, loss, streamed).judge(expect)
     if redrawn.may_be_chance(verdict):
         # The weights may be at the edge of where the model can be computed.
@@ -63,9 +62,10 @@ def judge(
     return verdict
 
 
-def _bytes_of_weights(recording: Recording) -> int:
-    """Return the bytes of all weights in float64 and as the model has them."""
-    return sum(weight.numel() * (8 + weight.itemsize) for weight in recording.skeleton.parameters())
+def bytes_to_judge(recording: Recording) -> int:
+    """Return about how many bytes it takes to judge a step if the model is computed as a whole."""
+    # The weights in float64 and as the model has them; gradients, and what is computed in between, need memory, too.
+    return 4 * sum(weight.numel() * (8 + weight.itemsize) for weight in recording.skeleton.parameters())
 
 
 def _why_unusable(gradients: Gradients) -> str:
@@ -164,7 +164,7 @@ class _Step:
         if self.thrown_away:
             number = len({micro_batch.number for micro_batch in self.thrown_away})
             verdict.notes.append(
-                f"the first {number} of the micro batches count for nothing: their gradient was set to zero, as not in each step"
+                f"the first {number} micro batches of this step count for nothing: their gradient was set to zero before the step, which the loop does not do in every step"
             )
         ranks.judge_launch()
         ranks.judge_clips()
@@ -219,7 +219,7 @@ class _Step:
         self._judge_alone(nominal, after_modules)
         verdict.wrong += self.of_norm + missing + ranks.of_update
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
-        self._say_unseen()
+        self._say_unjudged()
         return verdict
 
     def _arrives(self) -> bool | None:
@@ -242,11 +242,11 @@ class _Step:
         name = next((name for name, w in weights.items() if w.shape != shapes.get(name, w.shape)), None)
         if name is not None:
             raise UserError(
-                f"{name} has the shape {list(weights[name].shape)} in step {self.verdict.step}, and {list(shapes[name])} when the recording began: which shard it is was not found, "
-                "as none of the weights were then what they are now; begin the recording after weights are loaded or made"
+                f"{name} has the shape {list(weights[name].shape)} in step {self.verdict.step}, and {list(shapes[name])} when the recording began: where this shard lies in the whole was not found, "
+                "because the weights were changed after the recording began; begin the recording after weights are loaded or initialised"
             )
 
-    def _say_unseen(self) -> None:
+    def _say_unjudged(self) -> None:
         """Say which parts of the gradient, and which tensors, are not judged."""
         beside = {name for micro_batch in self.micro for name in micro_batch.beside}
         if beside and self.loss is None:

@@ -170,6 +170,7 @@ def _ids_name(model: torch.nn.Module, micro_batch: Called, result: Computed) -> 
             tensor.ndim == 2
             and (targets is None or targets.shape in (tensor.shape, (tensor.numel(),)))
             and name != labels_name
+            and "mask" not in name
             and not tensor.is_floating_point()
             and tensor.dtype != torch.bool
         ):
@@ -370,9 +371,9 @@ def _trials(
     for name, begins in _second_documents(micro_batch, masked).items():
         verb = "restart" if name == "position_ids" else "change"
         row = int((begins > 0).nonzero()[0])
-        message = f"documents that are packed in a row see each other: logits behind position {int(begins[row])}, where {name} {verb}, depend on tokens before it"
+        message = f"documents that are packed in a row see each other: logits from position {int(begins[row])}, where {name} {verb}, depend on tokens before it"
         later = (positions >= begins[:, None]) & (begins[:, None] > 0)
-        trials["documents"] = (positions < begins[:, None], later & ~masked, message)
+        trials[f"documents of {name}"] = (positions < begins[:, None], later & ~masked, message)
     if targets is not None and _is_ahead(tokens, targets, 1):
         position = int((targets >= 0).nonzero()[:, 1].median())
         message = f"the logits depend on the tokens that they must give: those up to position {position} on later tokens"

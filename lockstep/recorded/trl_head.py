@@ -12,7 +12,8 @@ def is_mean(called: Called) -> bool:
     The loss that the model returns is such a mean.
     """
     gradient = called.arrived[LOG_PROBS][_shifted_labels(called) != IGNORED[0]].double()
-    return bool((gradient < 0).all()) and float(gradient.min()) > (1 + ALIKE) * float(gradient.max())
+    is_of_tokens = gradient.numel() > 0 and bool((gradient < 0).all())
+    return is_of_tokens and float(gradient.min()) > (1 + ALIKE) * float(gradient.max())
 
 
 def _shifted_labels(micro_batch: Called) -> torch.Tensor:

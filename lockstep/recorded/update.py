@@ -42,7 +42,7 @@ def judge(
     optimizers = list(_optimizers(recording, step))
     updated = Lazy(weights, lambda name: recording.whole(step, f"updated/{name}")[0])
     _judge_settings(recording, verdict)
-    again = sum(optimizer.again for optimizer in optimizers)
+    again = max((optimizer.again for optimizer in optimizers), default=0)
     if again:
         verdict.wrong.append(
             f"the optimizer steps {again + 1} times with one gradient: optimizer.step() is called again before the next micro batch"
@@ -104,12 +104,12 @@ def _are_of_copies(
     ]
     if strangers and 0 < 2 * len(unchanged) < len(unheld):
         verdict.wrong.append(
-            f"{and_more(unchanged)} is not given another value, though other weights are, as those of the copies that the optimizer holds"
+            f"{and_more(unchanged)} is not overwritten after the update, though other weights are, from the copies that the optimizer holds"
         )
         return True
     if strangers and not unchanged:
         verdict.leave(
-            "the update is not judged: the optimizer holds none of the weights, which are then given other values, as those of copies"
+            "the update is not judged: the optimizer holds none of the weights, which are overwritten afterwards, as from copies that it updates"
         )
         return True
     why = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
@@ -215,10 +215,7 @@ def _judge_optimizer(
         updates = _Updates(recording, verdict.step, replay, updated)
         judgements = updates.judge(names, streamed)
     except CannotStep as error:
-        message = f"the update of {class_name} is not judged: {error}"
-        # It may have been said of another rank's shard.
-        if message not in verdict.unseen:
-            verdict.leave(message)
+        verdict.leave(f"the update of {class_name} is not judged: {error}")
         return
     if updates.odd:
         verdict.wrong.append(
@@ -272,7 +269,7 @@ class _Updates:
                 raise
         if streamed:
             raise CannotStep(
-                "memory does not hold all parameters, which it may need: give the judge more (--memory)"
+                "the step may need all parameters at once, for which memory does not suffice: give the judge more (--memory)"
             )
         return self._judge(names)
 
@@ -379,7 +376,8 @@ def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], mor
     DeepSpeed's Adams make them by multiplication, once a step. `more` is 2 where a beta is rounded before, and its power.
     """
     steps, roundoff = int(kept["step"]), torch.finfo(torch.float32).eps / 2
-    first, second = (
+    # Optimizers with a third beta, such as AdEMAMix, do not correct its average.
+    first, second, *_ = (
         (steps - 1 + more) * roundoff * beta**steps / (1 - beta**steps)
         for beta in map(float, options["betas"])
     )

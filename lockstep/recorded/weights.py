@@ -125,7 +125,7 @@ class Weighed:
             if not self.unexplained:
                 message = self.counts(fitted.weights)
             nearest = f"{named.factor:.4g} x {named.weighting.label}"
-            verdict.wrong.append(Wrong(f"{message}, as in no known mean (nearest: {nearest})"))
+            verdict.wrong.append(Wrong(f"{message}, which is no known mean (nearest: {nearest})"))
             return fitted.weights
         if is_right:
             self.nominal = self._nominal(loss_weights, known, self.by_hand)
@@ -232,7 +232,9 @@ class Weighed:
                 totals[name] = totals.get(name, 0.0) + count
                 tolerated[name] = tolerated.get(name, 0.0) + MULTIPLE * next(errors) * term.number / factor
         for name, total in totals.items():
-            coefficient = self.exact[0].terms[name].coefficient
+            coefficient = next(
+                result.terms[name].coefficient for result in self.exact if name in result.terms
+            )
             if coefficient == 0:
                 verb = f"counts {total:.4g}" if abs(total) > tolerated[name] else "is not trained on"
                 self.verdict.notes.append(f"{name}, which the model's loss leaves out, {verb}")
@@ -262,7 +264,7 @@ class Weighed:
             self.verdict.notes.append(
                 f"the loop makes its own loss by {function}; how much it counts is judged, its targets are not"
             )
-            self.verdict.unseen = "the targets of the loss are not judged"
+            self.verdict.leave("the targets of the loss are not judged")
             return (
                 tokens,
                 self._divisors(),
@@ -277,12 +279,12 @@ class Weighed:
             self.verdict.notes.append(
                 f"the loop makes its own loss: by its gradient at the logits, a cross-entropy{smoothing}, whose labels were not seen"
             )
-            self.verdict.unseen = "which labels the loss has was not seen"
+            self.verdict.leave("which labels the loss has was not seen")
         elif has_own_loss:
             self.verdict.notes.append(
                 "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
             )
-            self.verdict.unseen = "the loss itself is not judged"
+            self.verdict.leave("the loss itself is not judged")
             ones = torch.ones(len(self.micro), dtype=torch.float64)
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
             label = "what follows from the gradients at the logits, averaged over the ranks"

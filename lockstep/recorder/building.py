@@ -334,10 +334,11 @@ def _set_attribute(names: dict[str, Any], key: str, value: Any) -> None:
     elif first not in names:
         # The object could not be built again.
         return
-    elif inner_key in getattr(names[first], "__dict__", {}):
-        names[first].__dict__[inner_key] = value
-    else:
+    elif isinstance(names[first], dict) and inner_key not in getattr(names[first], "__dict__", {}):
         dict.__setitem__(names[first], inner_key, value)
+    else:
+        # Not by the object's own __setattr__, which may do more.
+        vars(names[first])[inner_key] = value
 
 
 def give(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

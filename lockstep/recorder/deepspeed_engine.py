@@ -16,6 +16,7 @@ from lockstep.recorder import tree, wrapped
 from lockstep.recorder.kept import Kept
 from lockstep.recorder.optimizers import clip_by, described
 from lockstep.recorder.patches import replace
+from lockstep.recorder.step import harmless
 
 
 class Recorder(Protocol):
@@ -54,14 +55,7 @@ def watch(recorder: Recorder) -> bool:
             _see_gradients(recorder, engine)
         result = real_step(engine, *arguments, **options)
         if is_recorded:
-            _see_weights(recorder, engine.optimizer, recorder.kept.keep_updated)
-            for name, value in _state_of(recorder, engine.optimizer):
-                recorder.kept.keep_updated_state(name, value)
-            norm = engine.get_global_grad_norm()
-            if engine.gradient_clipping() > 0 and norm is not None:
-                bound = float(engine.gradient_clipping())
-                clipping = {"max_norm": bound, "norm": float(norm), "factor": clip_by(bound, float(norm))}
-                recorder.clips.append({**clipping, "later": True})
+            _see_update(recorder, engine)
         return result
 
     def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
@@ -72,6 +66,18 @@ def watch(recorder: Recorder) -> bool:
 
     recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]
     return True
+
+
+@harmless
+def _see_update(recorder: Recorder, engine: Any) -> None:
+    _see_weights(recorder, engine.optimizer, recorder.kept.keep_updated)
+    for name, value in _state_of(recorder, engine.optimizer):
+        recorder.kept.keep_updated_state(name, value)
+    norm = engine.get_global_grad_norm()
+    if engine.gradient_clipping() > 0 and norm is not None:
+        bound = float(engine.gradient_clipping())
+        clipping = {"max_norm": bound, "norm": float(norm), "factor": clip_by(bound, float(norm))}
+        recorder.clips.append({**clipping, "later": True})
 
 
 def _see_weights(
@@ -96,14 +102,16 @@ def _dtype_of_copies(engine_optimizer: Any) -> torch.dtype:
     return (flat or engine_optimizer.fp32_partitioned_groups_flat)[0].dtype
 
 
+@harmless
 def _see_gradients(recorder: Recorder, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     _see_weights(recorder, engine.optimizer, recorder.kept.keep_weight)
     parameters = wrapped.named_parameters(recorder.model)
+    # The dtype of the forward pass; the engine steps float32 copies.
+    param_dtype = str(next(iter(parameters.values())).dtype)
     for micro_batch in recorder.micro:
-        # The dtype of the forward pass; the engine steps float32 copies.
-        micro_batch["param_dtype"] = str(next(iter(parameters.values())).dtype)
+        micro_batch["param_dtype"] = param_dtype
     dtype = _dtype_of_copies(engine.optimizer)
     for name, parameter in parameters.items():
         gradient = safe_get_full_grad(parameter)

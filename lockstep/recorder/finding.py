@@ -3,7 +3,6 @@
 It may be in this process, or in one that the script starts, such as by torch.multiprocessing.spawn.
 """
 
-import functools
 import multiprocessing.process
 import sys
 import weakref
@@ -33,15 +32,12 @@ class Finding:
         HERE[:] = [self]
         self.started = False  # whether processes were started that may train
         self.sees_starts = patches.see_calls(multiprocessing.process.BaseProcess, "start", self._see_start)
-        self.output, self.options = output, (output, steps, modules)
+        self.options = output, steps, modules
         self.recorder: Recorder | None = None
         self.updating = False
         # Models that were called in evaluation mode with gradients enabled
         self.in_evaluation = weakref.WeakKeyDictionary[torch.nn.Module, None]()
         self.loaders = Loaders()
-        self.make = functools.partial(
-            Recorder, folder=output, steps=steps, modules=modules, loaders=self.loaders
-        )
         # (model, arguments, options) of a call inside of an optimizer's step, whose begin was missed
         self.in_closure: tuple[torch.nn.Module, tuple, dict[str, Any]] | None = None
         real: Callable[..., Any] = torch.nn.Module.__call__
@@ -79,8 +75,8 @@ class Finding:
             if self.recorder is None and self.in_closure is None:
                 self._record_in_evaluation(stepped_optimizer)
             if self.in_closure is not None:
-                self._restore()
-                module, arguments, options = self.in_closure
+                torch.nn.Module.__call__ = real  # type: ignore[method-assign]
+                (module, arguments, options), self.in_closure = self.in_closure, None
                 self._record(module).see_missed_step(arguments, options)
 
         hooks = (
@@ -107,7 +103,7 @@ class Finding:
         self._undo_divisions()
         if self.recorder is not None:
             self.recorder.discard()
-        self.recorder = self.make(module)
+        self.recorder = Recorder(module, *self.options, self.loaders)
         return self.recorder
 
     def _record_in_evaluation(self, stepped_optimizer: torch.optim.Optimizer) -> None:

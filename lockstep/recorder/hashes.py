@@ -19,7 +19,7 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
 
     Elements where a `mask` of the same shape is 0, such as padding, do not count.
     """
-    rows = samples.detach().reshape(len(samples), -1)
+    rows = samples.detach().reshape(len(samples), samples[:1].numel())
     if rows.is_floating_point():
         rows = rows.double().view(torch.int64)
     rows = rows.long()
@@ -31,7 +31,7 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     return ((mixed ^ (mixed >> 32)) * used).sum(1)
 
 
-@functools.cache
+@functools.lru_cache(4)
 def _odd_numbers(number: int, device: torch.device) -> torch.Tensor:
     """Return `number` odd 64-bit numbers without structure. A sum of elements times these changes with any one element."""
     places = torch.arange(1, number + 1, device=device) * FACTORS[1]

@@ -81,10 +81,10 @@ class Loss:
         if self.name in OF_CLASSES and input.ndim > 1 and input.numel():
             rows = input[:SOME]
             if self.name == "nll_loss" and bool((rows > 0).all()):
-                return "is given numbers above 0, which are no logarithms of probabilities"
+                return "is given values above 0, which cannot be log-probabilities"
             sums = rows.sum(1)
             if bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), rtol=1e-2):
-                return "is given probabilities, of which it makes a softmax once more"
+                return "is given probabilities, and applies a softmax to them again"
         return ""
 
     def classes(self) -> torch.Tensor | None:

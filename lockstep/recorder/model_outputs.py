@@ -20,12 +20,14 @@ def outputs_of(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     The output is a scalar, logits, a tuple or list of them, or an object or dict with `loss` and `logits`.
     """
     if isinstance(output, (torch.Tensor, tuple, list)):
-        tensors = [tensor for tensor in _as_tuple(output) if isinstance(tensor, torch.Tensor)]
+        elements = (output,) if isinstance(output, torch.Tensor) else output
+        tensors = [tensor for tensor in elements if isinstance(tensor, torch.Tensor)]
         scalars = [tensor for tensor in tensors if tensor.ndim == 0]
         others = [tensor for tensor in tensors if tensor.ndim > (1 if len(tensors) > 1 else 0)]
         return next(iter(scalars), None), next(iter(others), None)
-    fields = _fields(output)
-    return fields.get("loss"), fields.get("logits")
+    loss, logits = (_fields(output).get(name) for name in ("loss", "logits"))
+    is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    return loss if is_loss else None, logits if isinstance(logits, torch.Tensor) else None
 
 
 def tensors_of(output: Any) -> dict[str, torch.Tensor]:
@@ -96,10 +98,6 @@ def _is_record(value: Any, inside: int = 2) -> bool:
     return any(
         isinstance(field, torch.Tensor) or (inside > 0 and _is_record(field, inside - 1)) for field in fields
     )
-
-
-def _as_tuple(output: Any) -> tuple:
-    return (output,) if isinstance(output, torch.Tensor) else tuple(output)
 
 
 def _fields(output: Any) -> dict[str, Any]:

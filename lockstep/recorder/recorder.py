@@ -300,7 +300,7 @@ class Recorder(Updates):
         in_both = sorted(noted.keys() & inputs.keys())
         if in_both:
             raise UserError(
-                f"lockstep.record.batch({in_both[0]}=...): the model is called with it, so it is recorded already"
+                f"lockstep.record.batch({in_both[0]}=...): the model is called with it, and it is recorded anyway; leave it out"
             )
         for name, value in {**inputs, **noted}.items():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -505,7 +505,8 @@ def _has_known_structure(value: Any) -> bool:
     """Whether torch's pytree can write the classes of the containers in a value."""
     try:
         treespec_dumps(tree_structure(value))
-    except NotImplementedError:
+    # TypeError: keys that JSON does not have
+    except (NotImplementedError, TypeError):
         return False
     return True
 

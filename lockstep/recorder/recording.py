@@ -394,7 +394,7 @@ class Recording:
             require_whole(called)
         if not any(called.about.used for called in merged):
             raise UserError(
-                f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or is not trained on them; "
+                f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or the loss does not use them; "
                 "let it return them in a tuple, a list, a dict or the fields of an object"
             )
         return merged

@@ -253,7 +253,7 @@ def _plain_values(names: Mapping[str, Any], depth: int = DEPTH) -> TREE:
     if "__file__" in names:
         for set_names in _set_together(names["__file__"]):
             together = set_names & names.keys()
-            if not together <= values.keys():
+            if not together <= {key.partition(".")[0] for key in values}:
                 values = {name: tree for name, tree in values.items() if name not in together}
     return values
 

@@ -45,8 +45,9 @@ class Updates(Recorded):
         norm_beside = torch.nn.utils.get_total_norm(others)
         norm_beside = norm_beside.full_tensor() if isinstance(norm_beside, DTensor) else norm_beside
         fields = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
-        clip = next((clip for clip in self.clips if clip.items() >= fields.items()), None)
-        # Parameters of several meshes are clipped in groups, by one norm. If there is an equal clip, it is of an earlier group.
+        # Parameters of several meshes are clipped in groups, by one norm. An equal clip of other parameters is of an earlier group.
+        equal = (clip for clip in self.clips if clip.items() >= fields.items())
+        clip = next((clip for clip in equal if set(names).isdisjoint(clip["parameters"])), None)
         if clip is None:
             clip = {**fields, "parameters": [], "beside": 0.0}
             self.clips.append(clip)

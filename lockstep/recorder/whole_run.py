@@ -227,7 +227,9 @@ class WholeRun:
             self.samples.append(
                 torch.stack(hashed).sum(0)
                 if hashed
-                else hashes(torch.cat([tensor.flatten().double() for tensor in tensors])[None])
+                else hashes(
+                    torch.cat([tensor.flatten().double().to(tensors[0].device) for tensor in tensors])[None]
+                )
             )
 
     def _end_step(self) -> None:

@@ -78,7 +78,8 @@ def judge(
     loss = loss and user_file.absolute(loss)
     tasks = [Task(folder, other, step, expect, loss, memory) for step in steps]
     if ray:
-        verdicts = _over_ray(tasks)
+        # The memory that a task may use is half of what is free.
+        verdicts = _over_ray(tasks, 2 * step.bytes_to_judge(recording))
     elif workers > 1:
         verdicts = _in_processes(tasks, workers)
     else:
@@ -98,8 +99,11 @@ def _in_processes(tasks: list[Task], workers: int) -> list[StepVerdict]:
         return list(pool.map(Task.judge_elsewhere, tasks))
 
 
-def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
-    """In the cluster that RAY_ADDRESS names, or in a Ray instance of its own."""
+def _over_ray(tasks: list[Task], memory: float) -> list[StepVerdict]:
+    """Judge in the cluster that RAY_ADDRESS names, or in a Ray instance of its own.
+
+    Each task is given `memory` bytes of a node, or all that the largest node has.
+    """
     from lockstep.running import ray_instance
 
     ray = ray_instance.import_ray("ray")
@@ -109,7 +113,8 @@ def _over_ray(tasks: list[Task]) -> list[StepVerdict]:
     try:
         # The user's code
         here = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
-        task = ray.remote(Task.judge_elsewhere).options(runtime_env=here)
+        largest = max(node["Resources"].get("memory", 0.0) for node in ray.nodes())
+        task = ray.remote(Task.judge_elsewhere).options(runtime_env=here, memory=min(memory, largest))
         verdicts = ray.get([task.remote(one) for one in tasks])
         clean = True
         return verdicts

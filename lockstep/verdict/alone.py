@@ -70,11 +70,11 @@ def sentence(rows: list[Judgement]) -> str:
     place = f" ({first.where})" if first.where and first.factor is None else ""
     if len(wrong) == 1:
         return (
-            f"1 of {len(rows)} tensors is not what its module gives from the inputs that it had: {listed}{place}: "
+            f"1 of {len(rows)} tensors is not what its module computes from its recorded inputs: {listed}{place}: "
             f"{first.describe()}"
         )
     return (
-        f"{len(wrong)} of {len(rows)} tensors are not what their modules give from the inputs that they had: {listed}; "
+        f"{len(wrong)} of {len(rows)} tensors are not what their modules compute from their recorded inputs: {listed}; "
         f"the first{place}: {first.describe()}"
     )
 

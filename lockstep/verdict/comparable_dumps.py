@@ -30,7 +30,7 @@ def require_comparable_dumps(one: Dump, other: Dump, *, same_steps: bool = True)
     require_comparable(one, other, "tensors", folders)
     if one.layout != other.layout:
         raise UserError(
-            f"{problem}: their models have other tensors; capture both with the same --model_name and --attn_impl"
+            f"{problem}: their models have different tensors; capture both with the same --model_name and --attn_impl"
         )
     steps, other_steps = (sorted(filter(None, dump.steps)) for dump in (one, other))
     if same_steps and not (set(steps) <= set(other_steps) if other.exact else steps == other_steps):

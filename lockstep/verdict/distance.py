@@ -197,7 +197,7 @@ def size_of(tensor: torch.Tensor) -> Size:
 
 
 def distance_of_numbers(own: float, reference: float) -> Distance:
-    return distance_of(torch.tensor(own), torch.tensor(reference))
+    return distance_of(*(torch.tensor(number, dtype=torch.float64) for number in (own, reference)))
 
 
 @QUIET

@@ -120,7 +120,10 @@ def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named)
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
-    if function.__name__ in FACTORIES and narrow_kwargs.get("dtype") is None:
+    # `torch.normal` of two numbers and a size has no tensor either.
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in (*args, *kwargs.values()))
+    is_factory = function.__name__ in FACTORIES or (function.__name__ == "normal" and not has_tensor)
+    if is_factory and narrow_kwargs.get("dtype") is None:
         narrow_kwargs["dtype"] = dtype
     drawn = function(*narrow_args, **narrow_kwargs)
     if function.__name__ in IN_PLACE:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.dumps.trace import CountsTopk, Function, Given, Named
+from lockstep.dumps.trace import CountsTopk, Function, Given, Named, TopkArguments
 from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
 from lockstep.verdict.draws import drawn_in, is_drawing
@@ -152,7 +152,10 @@ class Told(CountsTopk):
         result = function(*args, **kwargs)
         if self.dtypes is not None:
             tensors = [leaf for leaf in (result, *args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-            self.dtypes[number] = next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+            # A mask of bools is drawn in no floating dtype, in the run and here.
+            dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+            if dtype is not None:
+                self.dtypes[number] = dtype
         return result
 
     def _groups(self, number: int, scores: torch.Tensor, result: Any) -> torch.Tensor | None:
@@ -181,18 +184,23 @@ class Told(CountsTopk):
             for number, regret in self.regrets.items()
         }
 
-    def see_topk(self, number: int, scores: torch.Tensor, result: Any) -> Any:
-        """Return what topk along the last dim would return if it chose as it is told."""
+    def see_topk(self, number: int, arguments: TopkArguments, result: Any) -> Any:
+        """Return what topk would return if it chose as it is told."""
+        scores, dim = arguments.input, arguments.dim
         told = self.choices.get(number)
-        if told is None:
+        if told is None and dim % scores.ndim == scores.ndim - 1:
             told = self._groups(number, scores, result)
         if told is None:
-            self.own[number], self.widths[number] = result.indices, scores.shape[-1]
+            self.own[number], self.widths[number] = result.indices, scores.shape[dim]
             return result
-        told = told.reshape(result.indices.shape)
+        # The dim of the choice is the last from here on.
+        told, scores = told.reshape(result.indices.shape).movedim(dim, -1), scores.movedim(dim, -1)
         indices = told.clamp(0, scores.shape[-1] - 1)
         values = scores.gather(-1, indices)
+        chosen = torch.return_types.topk((values.movedim(-1, dim), indices.movedim(-1, dim)))
         with torch.no_grad():
+            if not arguments.largest:
+                scores, values = -scores, -values
             self.scores[number] = scores.detach()
             best_other = scores.scatter(-1, indices, -torch.inf).amax(-1)
             sorted_told = told.sort(-1).values
@@ -200,7 +208,7 @@ class Told(CountsTopk):
                 -1
             )
             self.regrets[number] = (best_other - values.amin(-1)).masked_fill(is_impossible, torch.inf)
-        return torch.return_types.topk((values, indices))
+        return chosen
 
 
 class Float64(Told):

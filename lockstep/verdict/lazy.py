@@ -54,7 +54,7 @@ class OnDisk(MutableMapping[str, torch.Tensor]):
             self.file.flush()
         except OSError as error:
             raise UserError(
-                f"{self.folder}: tensors of the reference cannot be kept there: {first_line(error)}; gradients take 8 bytes for each parameter and micro batch"
+                f"{self.folder}: tensors of the reference cannot be kept there: {first_line(error)}; gradients take 12 bytes for each parameter and micro batch"
             ) from error
         self.end = self.file.tell()
 

@@ -89,7 +89,9 @@ def recognise(logits: torch.Tensor, gradient: torch.Tensor) -> Recognised | None
     if square_sum == 0:  # one class alone: nothing depends on the logits
         return None
     weight = product_sum / square_sum
-    spread = float((torch.cat(weights) / weight - 1).abs().max())
+    sure_weights = torch.cat(weights)
+    # No token of a batch that is known by heart says what it weighs.
+    spread = float((sure_weights / weight - 1).abs().max()) if len(sure_weights) else math.inf
     tolerated = CLOSE[gradient.dtype]
     if smoothing:
         # Another term, such as an entropy, may be nearer to some smoothing than to none.

@@ -34,7 +34,9 @@ def check(config: Config, inputs: Inputs) -> None:
         return
     problem = problem_of(inputs.architecture, config.attn_impl, min(config.seq_length, LONGEST))
     if not problem and config.documents == "apart" and not keeps_apart(inputs.architecture, config.attn_impl):
-        problem = "a document sees those before it, though positions begin again; leave --documents apart out"
+        problem = (
+            "a document sees those before it, although its positions begin again; leave --documents apart out"
+        )
     if problem:
         raise UserError(f"--model_name {printable(config.model_name, 200)}: {problem}")
 

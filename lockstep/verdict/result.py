@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lockstep.dumps.dump import Dump
 from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Measured, relative
+from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import MULTIPLE, Judgement
 from lockstep.verdict.rows import described
 from lockstep.verdict.scalars import Chosen, Loss, Norm
@@ -207,11 +208,15 @@ class Findings:
         known = {(step, name) for step, _, name, _ in self.failures_from_batch}
         alone: list[Judgement | Chosen] = [*self.by_themselves, *self.choices_by_themselves]
         further = [
-            (row.step, self.order[row.step][row.name], row.name, f"by itself, {row.describe()}")
+            (row.step, self._place(row.step, row.name), row.name, f"by itself, {row.describe()}")
             for row in alone
             if row.too_far and (row.step, row.name) not in known
         ]
         return sorted([*self.failures_from_batch, *further], key=lambda failure: failure[:3])
+
+    def _place(self, step: int, name: str) -> int:
+        """Return the place of a tensor in the order of execution. A choice of expert groups has that of the experts."""
+        return self.order[step][name.removesuffix(GROUPS)]
 
     @property
     def diagnosed(self) -> Failure:
@@ -236,7 +241,7 @@ class Findings:
             if choice.too_far
         ]
         failures: list[Failure] = [
-            (step, self.order[step][name], name, problem) for step, name, problem in wrong
+            (step, self._place(step, name), name, problem) for step, name, problem in wrong
         ]
         for norm in self.norms:
             if norm.off:

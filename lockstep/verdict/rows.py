@@ -53,7 +53,7 @@ class StepVerdict:
     difference: str = ""  # of this mean from the mean over all tokens, likewise
     views: bool = False  # whether micro batches are the same samples, for other random numbers
     nothing: bool = False  # whether the loss has no gradient
-    unseen: str = ""  # what is not judged, of the loss or of an optimizer
+    unjudged: list[str] = field(default_factory=list)  # what is not judged, such as a loss or an optimizer
     tolerated_weights: float = 0.0  # relative error that is tolerated of the micro batches' weights
     rows: list[Judgement] = field(default_factory=list)
     # For each micro batch and rank: the run's loss, the reference's, what is tolerated of their difference
@@ -78,9 +78,10 @@ class StepVerdict:
         tolerated = self.tolerated_weights
         return self.named is not None and max(self.named.off, abs(self.factor - 1)) <= tolerated
 
-    def leave(self, said: str) -> None:
+    def leave(self, sentence: str) -> None:
         """Note something that was not judged, for the verdict to say."""
-        self.unseen = f"{self.unseen}; {said}" if self.unseen else said
+        if sentence not in self.unjudged:
+            self.unjudged.append(sentence)
 
     def gradients(
         self, observed: Gradients, right: Gradients, near: Gradients, **more: Any

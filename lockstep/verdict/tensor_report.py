@@ -141,7 +141,7 @@ def notes(result: Result) -> list[str]:
         if result.is_no_yardstick(name):
             step, _, first, _ = run.failures[0]
             messages.append(
-                f"{label}: {len(run.failures)} tensors are too far from the reference to measure others by, first {first} in step "
+                f"{label}: {len(run.failures)} tensors are too far from the reference to measure others by; the first is {first} in step "
                 f"{step}: the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
             )
         if run.conventions:
@@ -160,7 +160,7 @@ def notes(result: Result) -> list[str]:
         if any(row.kind == "average" for row in run.rows):
             steps = steps_in_words(run.rows)
             messages.append(
-                f"{label}: averages of the weights were judged in {steps}; nothing judges them later"
+                f"{label}: averages of the weights were judged in {steps}; they are not judged in later steps"
             )
     return messages
 
@@ -199,15 +199,15 @@ def by_itself(run: Findings) -> str:
     wrong = sentences(rows, run.choices_by_themselves)
     unlike = len(run.after_unlike)
     further = (
-        f"{unlike} more are too far, but come after tensors of which ranks have other copies"
+        f"{unlike} more are too far, but are computed after tensors whose copies differ between ranks"
         if unlike
         else ""
     )
     if wrong:
         return "; ".join([*wrong, *filter(None, [further])]) + following(rows, run.too_far)
     if rows:
-        nearest = max(rows, key=lambda row: row.multiple)
-        message = f"all {len(rows)} tensors are right; the nearest, {nearest.name}, came to {nearest.multiple:.2f} of what is tolerated"
+        farthest = max(rows, key=lambda row: row.multiple)
+        message = f"all {len(rows)} tensors are right; the farthest, {farthest.name}, is {farthest.multiple:.2f} of what is tolerated"
         return f"{message}; {further}" if further else message
     if run.alone is None:
         return f"not judged; {REMEDY}"

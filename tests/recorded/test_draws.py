@@ -16,7 +16,7 @@ import lockstep
 from lockstep import judge
 from lockstep.ground.errors import UserError
 from lockstep.recorder import dropped, parallelism
-from lockstep.verdict import draws
+from lockstep.verdict import draws, float64
 from lockstep.verdict.draws import require_known
 from lockstep.verdict.float64 import Told
 
@@ -26,6 +26,8 @@ KINDS = {
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
     "like": lambda x: x + torch.randn_like(x),
     "factory": lambda x: x * torch.rand(len(x), 1, 1).lt(0.8) + torch.rand(1),
+    "factory of numbers": lambda x: x + torch.normal(0.0, 0.1, x.shape),
+    "mask": lambda x: x * torch.empty_like(x, dtype=torch.bool).bernoulli_(0.8),
     "in place": lambda x: x + torch.empty_like(x).exponential_(),
     "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
     "chosen": lambda x: x[torch.multinomial(x.detach().square().mean((1, 2)), 3)],
@@ -405,3 +407,13 @@ def test_who_drew_what(about, message):
         return
     with pytest.raises(UserError, match=message):
         require_known(called, [0, 1], called.dtypes)
+
+
+def test_other_random_numbers_than_the_run_drew_leave_little_to_judge(tmp_path, capsys, monkeypatch):
+    """The yardstick draws as the run did, and would make it look right, if nothing said how much is tolerated."""
+    recorded(tmp_path, "factory of numbers")
+    monkeypatch.setattr(float64, "drawn_in", lambda _, function, args, kwargs: function(*args, **kwargs))
+    status = judge.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 0 and "hardly judged, as one process in the run's dtype is as far off" in out
+    assert out.splitlines()[-1].endswith("are hardly judged") and "forward/head" in out, out

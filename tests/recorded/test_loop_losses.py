@@ -200,7 +200,7 @@ def test_a_loss_that_is_divided_in_place(tmp_path, capsys):
             lambda out, labels: F.cross_entropy(out.softmax(-1), labels),
             "cross_entropy is given probabilities",
         ),
-        (lambda out, labels: F.nll_loss(out.softmax(-1), labels), "nll_loss is given numbers above 0"),
+        (lambda out, labels: F.nll_loss(out.softmax(-1), labels), "nll_loss is given values above 0"),
         (lambda out, labels: F.mse_loss(out[:, 0], out.new_ones(6, 1)), "their shapes are (6,) and (6, 1)"),
         (lambda out, labels: F.mse_loss(out[:, :1], out.new_ones(1)), ""),
         (lambda out, labels: F.cross_entropy(out, labels), ""),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 import lockstep
 from lockstep import judge, record
 from lockstep.recorder.recording import Recording
+from lockstep.verdict.mean_over import recognise
 
 VOCABULARY, LENGTH = 50, 16
 
@@ -154,7 +155,7 @@ def test_a_pass_that_is_thrown_away_before_the_first_step(tmp_path, capsys, same
     other = steps[0][0] if same else drawn()[0][0]
     trained(tmp_path, LM(), steps, before=lambda model: model(*other).backward())
     found, out = verdict(tmp_path, capsys)
-    assert found == 0 and "the first 1 of the micro batches count for nothing" in out
+    assert found == 0 and "the first 1 micro batches of this step count for nothing" in out
 
 
 def test_gradients_that_are_set_to_zero_in_each_step(tmp_path, capsys):
@@ -651,3 +652,125 @@ def test_a_model_that_is_called_in_evaluation_mode_and_not_trained(tmp_path, cap
     assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 2
     said = "called Net in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
     assert said in capsys.readouterr().err
+
+
+class WithAdapter(torch.nn.Module):
+    """LoRA's: the gradient of `down` is exactly zero until `up` has moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return (self.base(x) + self.up(self.down(x))).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["", "of one shard"])
+def test_gradients_of_zero_that_are_clipped_apart(tmp_path, capsys, kind):
+    """A norm of zero is right for gradients of zero, and no other norm is."""
+    with recorded(tmp_path, WithAdapter) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).backward()
+            for parameter in model.parameters():
+                if kind and parameter is model.base.weight:
+                    parameter.grad.mul_(2)
+                torch.nn.utils.clip_grad_norm_(parameter, 0.01)
+            optimizer.step()
+    status, out = verdict(tmp_path, capsys)
+    assert status == bool(kind), out
+
+
+class Ranker(torch.nn.Module):
+    """Returns a hinge loss and its scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x, sign):
+        scores = self.head(self.inside(x).tanh())
+        return (1 - sign * scores).clamp(min=0).mean(), scores
+
+
+def test_a_loss_of_zero_beside_others(tmp_path, capsys):
+    with recorded(tmp_path, Ranker) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for size in (1.0, 1e3):  # all margins are met in the second micro batch
+                x = torch.randn(4, 8)
+                scores = model.head(model.inside(x).tanh()).detach()
+                (model(x, size * scores.sign() / scores.abs())[0] / 2).backward()
+            optimizer.step()
+    status, out = verdict(tmp_path, capsys)
+    assert status == 0, out
+
+
+class TwoTerms(torch.nn.Module):
+    """A loss of two terms, of which now one, now the other is larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x, scale):
+        left, right = self.inside(x).square().mean() * scale, self.head(x).square().mean()
+        return {"loss": left + right, "left": left, "right": right}
+
+
+def test_terms_of_which_another_is_the_largest_in_each_micro_batch(tmp_path, capsys):
+    with recorded(tmp_path, TwoTerms) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for scale in (0.01, 100.0):
+                (model(torch.randn(4, 8), scale)["loss"] / 2).backward()
+            optimizer.step()
+    status, out = verdict(tmp_path, capsys)
+    assert status == 0, out
+
+
+class LossesByName(torch.nn.Module):
+    """What it names `loss` is no scalar."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.inside, self.make = torch.nn.Linear(8, 8), make
+
+    def forward(self, x):
+        return {"loss": self.make(self.inside(x).square()), "size": 8}
+
+
+@pytest.mark.parametrize("kind", ["a dict", "of each sample", "a number"])
+def test_a_loss_by_name_that_is_no_scalar(tmp_path, capsys, kind):
+    make = {
+        "a dict": lambda y: {"left": y[:, :4].mean(), "right": y[:, 4:].mean()},
+        "of each sample": lambda y: y.mean(1),
+        "a number": lambda y: 0.0,
+    }[kind]
+    with recorded(tmp_path, lambda: LossesByName(make)) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8))["loss"]
+            if kind == "a number":
+                loss = model.inside(torch.randn(4, 8)).square().mean()
+            (sum(loss.values()) if kind == "a dict" else loss.mean()).backward()
+            optimizer.step()
+    if kind == "a number":
+        assert judge.main([str(tmp_path)]) == 2
+        assert "no gradient arrived at what the model returned" in capsys.readouterr().err
+    else:
+        status, out = verdict(tmp_path, capsys)
+        assert status == 0, out
+
+
+@pytest.mark.parametrize("scale, weight", [(1.0, 0.5), (200.0, 0.0)])
+def test_a_batch_that_is_known_by_heart(scale, weight):
+    """Gradients that are all tiny are those of a cross-entropy, and say nothing of what a token weighs."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 8, (4, 16))
+    logits = (torch.rand(4, 16, 8) + scale / 20 * F.one_hot(labels, 8)).requires_grad_()
+    (32 * F.cross_entropy(logits.flatten(0, 1), labels.flatten())).backward()
+    found = recognise(logits.double(), logits.grad)
+    assert found is not None and found.labels.equal(labels)
+    assert found.weight == pytest.approx(weight, rel=1e-4)

@@ -8,9 +8,7 @@ import record_bugs
 from ranks import run_groups
 
 BEGINS = "; it is there when the backward pass begins"
-LATER = (
-    "; the backward pass begins with the right one, so it comes in later, as in the reduction of gradients"
-)
+LATER = "; the backward pass begins without it, so it comes in later, as in the reduction of gradients"
 TOKENS = "that of the mean over all tokens of the global batch"
 MEANS = "that of the mean of the micro batches' means"
 DP = "the world size or the number of data-parallel ranks"
@@ -243,7 +241,7 @@ BUGS = {
         "",
     ),
     "ShardsNotReduced": (
-        f"step 1: a weighted sum of the micro batches' gradients leaves 0.71 of a typical gradient, as in no known mean (nearest: 0.9926 x {MEANS[8:]}); {OWN_SHARDS}",
+        f"step 1: a weighted sum of the micro batches' gradients leaves 0.71 of a typical gradient, which is no known mean (nearest: 0.9926 x {MEANS[8:]}); {OWN_SHARDS}",
         NAMED,
         None,
         "pytorch/torchtitan/577",
@@ -255,7 +253,7 @@ BUGS = {
         "pytorch/torchtitan/577",
     ),
     "ShardsOfOneRank": (
-        f"step 1: a weighted sum of the micro batches' gradients leaves 0.32 of a typical gradient, as in no known mean (nearest: 0.7359 x {MEANS[8:]}); "
+        f"step 1: a weighted sum of the micro batches' gradients leaves 0.32 of a typical gradient, which is no known mean (nearest: 0.7359 x {MEANS[8:]}); "
         "in the shards of rank 0, the micro batches count 0.1667, 0.1667, 0.1667 (rank 0); 0.1667, 0.1667, 0.1667 (rank 1); "
         "in the shards of rank 1, the micro batches count 0.08333, 0.08333, 0.08333 (rank 0); 0.08333, 0.08333, 0.08333 (rank 1)",
         NAMED,
@@ -396,7 +394,7 @@ BUGS = {
         "arcee-ai/DAM/16",
     ),
     "DocumentsSeeEachOther": (
-        "step 1: documents that are packed in a row see each other: logits behind position 14, where position_ids restart, depend on tokens before it",
+        "step 1: documents that are packed in a row see each other: logits from position 14, where position_ids restart, depend on tokens before it",
         NAMED,
         set(),
         "huggingface/transformers/46634",

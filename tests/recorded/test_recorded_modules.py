@@ -168,8 +168,8 @@ COLUMNS = (
     "lambda module, given, out: torch.cat([out[..., :8] * 1.01, out[..., 8:]], -1))"
 )
 ALONE = (
-    "are not what their modules give from the inputs that they had: ",
-    "is not what its module gives from the inputs that it had: ",
+    "are not what their modules compute from their recorded inputs: ",
+    "is not what its module computes from its recorded inputs: ",
 )
 
 

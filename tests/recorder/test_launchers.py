@@ -113,7 +113,9 @@ def test_some_modules_are_recorded(tmp_path, capsys):
         "forward/0/layers.2",
     }
     assert judge.main([str(tmp_path / "run")]) == 0
-    said = "no output of layers.1 and head was recorded: each is judged as one piece with what follows it"
+    said = (
+        "no output of layers.1 and head was recorded: each is judged together with the modules that follow it"
+    )
     assert said in capsys.readouterr().out
     done = started(tmp_path, TORCHRUN, *own, "layer.{0,2}", "train.py")
     assert done.returncode != 0

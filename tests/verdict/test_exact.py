@@ -166,6 +166,18 @@ def test_a_choice_is_taken_and_judged():
     assert regrets[:3] == pytest.approx([-0.1, 0.2, -0.2]) and regrets[3:] == [math.inf] * 2
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_choice_of_the_smallest_along_any_dim(dim):
+    """Such as of the nearest neighbours. The same two are told in another order, then one that is farther than one left out."""
+    scores = torch.tensor([0.2, 0.1, 0.5, 0.3]).unsqueeze(1 - dim % 2)
+    for told, regret in (([0, 1], -0.1), ([1, 2], 0.3)):
+        told = torch.tensor(told).unsqueeze(1 - dim % 2)
+        with Told({0: told}) as mode:
+            values, indices = torch.topk(input=scores, k=2, dim=dim, largest=False)
+        assert indices.equal(told) and values.equal(scores.gather(dim, told))
+        assert mode.regrets[0].tolist() == pytest.approx([regret])
+
+
 def router(logits, of_groups, of_experts):
     """DeepSeek's: the best groups, then the best experts in them."""
     groups = torch.topk(logits.view(-1, 4, 2).sum(-1), of_groups, dim=-1).indices

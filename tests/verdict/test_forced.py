@@ -124,7 +124,7 @@ def test_what_only_a_module_by_itself_shows_is_not_explained(copied):
     diagnosis = result.runs["fsdp"].diagnosis
     assert not diagnosis.causes and "errors are those of a correct run" in diagnosis.excluded[0]
     assert (
-        f"2 of 192 tensors are not what their modules give from the inputs that they had: {', '.join(wrong)}"
+        f"2 of 192 tensors are not what their modules compute from their recorded inputs: {', '.join(wrong)}"
         in tensor_report.by_themselves(result)[1]
     )
 

@@ -77,11 +77,11 @@ def test_one_wrong_tensor_is_said_in_the_singular():
     right, wrong = (row(1, name, wrong=name == WRONG) for name in (HIDDEN, WRONG))
     said = alone.sentence([right, wrong])
     assert said.startswith(
-        f"1 of 2 tensors is not what its module gives from the inputs that it had: {WRONG}: relative error"
+        f"1 of 2 tensors is not what its module computes from its recorded inputs: {WRONG}: relative error"
     )
     said = alone.sentence([right, wrong, row(2, WRONG, wrong=True)])
     assert (
-        f"are not what their modules give from the inputs that they had: {WRONG} in steps 1, 2; the first: "
+        f"are not what their modules compute from their recorded inputs: {WRONG} in steps 1, 2; the first: "
         in said
     )
 
