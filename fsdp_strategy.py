@@ -263,7 +263,7 @@ class FSDPStrategy(TorchStrategy):
         return policies.pop() or gradient_of(parameter).dtype
 
     def sharding(self) -> dict[str, Any]:
-        groups = self.param_groups()
+        groups, layers = self.param_groups(), list(self._layers(self.model))
         states = [group.modules[0]._get_fsdp_state() for group in groups]
         prefetched = [(s._states_to_forward_prefetch, s._states_to_backward_prefetch) for s in states]
         return {
@@ -274,9 +274,7 @@ class FSDPStrategy(TorchStrategy):
             "prefetch": max(len(states_ahead) for directions in prefetched for states_ahead in directions),
             "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
-            "wrap": "layer"
-            if all(isinstance(layer, FSDPModule) for layer in self._layers(self.model))
-            else "model",
+            "wrap": "layer" if layers and all(isinstance(layer, FSDPModule) for layer in layers) else "model",
         }
 
 

@@ -117,7 +117,7 @@ def choose(options: argparse.Namespace) -> list[tuple]:
     ]
     if not pairs:
         raise UserError(
-            f"none of these faults applies to --strategy {options.strategy} in {options.precision}; see --list"
+            f"none of these faults applies to {options.strategy or 'any strategy'} in {options.precision}; see --list"
         )
     return pairs
 

@@ -22,7 +22,7 @@ from lockstep.ground.errors import UserError, run_program
 from lockstep.ground.files import REPORTS, require_ours, require_writable_folder
 from lockstep.ground.flags import Parser
 from lockstep.page import verification
-from lockstep.plan.config import BASELINE
+from lockstep.plan.config import BASELINE, REPLAY
 from lockstep.verdict import alone, tensor_report
 from lockstep.verdict.comparison import compare_dumps, compare_two
 from lockstep.verdict.loss_folder import Judged
@@ -86,7 +86,7 @@ def arrange(opened: list[Dump]) -> tuple[Dump, Dumps, Dumps]:
         dumps[BASELINE] = Dump(folder / BASELINE)
     replays: Dumps = {}
     for name, dump in dumps.items():
-        candidates = (dump.folder.with_name(f"replay_{dump.folder.name}"), folder / f"replay_{name}")
+        candidates = (dump.folder.with_name(f"{REPLAY}{dump.folder.name}"), folder / f"{REPLAY}{name}")
         replay = next((replay for replay in candidates if replay.is_dir()), None)
         replays |= {name: Dump(replay)} if replay else {}
     return reference, dumps, replays

@@ -16,7 +16,7 @@ from lockstep.ground import files, locks
 from lockstep.ground.collective import init_alone
 from lockstep.ground.errors import UserError, run_program
 from lockstep.plan import command_line
-from lockstep.plan.config import BASELINE
+from lockstep.plan.config import BASELINE, REPLAY
 from lockstep.training import preflight
 from lockstep.verdict import model_check, reference
 
@@ -29,7 +29,7 @@ def main() -> int:
         inputs = preflight.load_inputs(config)
         preflight.check_environment(dataclasses.replace(config, run_name="reference"), inputs.architecture)
         model_check.check(config, inputs)
-        replays = [f"replay_{folder.name}" for folder in reference.captured(config.capture_dir)]
+        replays = [f"{REPLAY}{folder.name}" for folder in reference.captured(config.capture_dir)]
         for name in replays:
             files.require_new_folder(config.capture_dir / name, "--capture_dir", overwrite=config.overwrite)
         with locks.held((config.capture_dir / "reference", "--capture_dir")):

@@ -169,6 +169,7 @@ def of(config: "Config", architecture: dict) -> Plan:
         "--cp_size": config.cp_size > 1,
         "--activation_checkpointing": config.activation_checkpointing,
         "--compile": config.compile != "off",
+        f"--optimizer {config.optimizer}": config.has_own_optimizer,
     }
     for flag, given in unknown.items():
         if given:

@@ -30,6 +30,7 @@ is trained with several seeds, and may have a planted fault (extras/studies/conv
 
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -151,7 +152,14 @@ def read(path: Path) -> Study:
             raise UserError(
                 f"{path}, line {line}: only a study with a table [converging] has faults; leave it out"
             )
-    for table, flags in {"shared": study.shared, "control": study.control, **_by_table(study)}.items():
+    tables: dict[str, Collection[str]] = {
+        "shared": study.shared,
+        "control": study.control,
+        **{f"runs.{name}": run.flags for name, run in study.runs.items()},
+    }
+    if study.vary:
+        tables |= {"vary.flags": study.vary.flags, "vary.shared": study.vary.shared}
+    for table, flags in tables.items():
         allowed = ("noise_control",) if study.converging else ()  # its twin
         taken = next((flag for flag in flags if flag in SET_HERE and flag not in allowed), None)
         if taken:
@@ -188,10 +196,6 @@ def _named(vary: Vary) -> set[str]:
     """What [vary.needs] and [vary.differs] can be about."""
     varied = [*vary.options.items(), *vary.alone.items()]
     return {name for option, values in varied for name in (option, *(place_of(option, v) for v in values))}
-
-
-def _by_table(study: Study) -> dict[str, Flags]:
-    return {f"runs.{name}": run.flags for name, run in study.runs.items()}
 
 
 def _at_line(text: str, path: Path, message: str) -> str:

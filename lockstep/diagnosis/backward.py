@@ -82,7 +82,7 @@ def counted_otherwise(case: Case) -> Cause | None:
     total, what = int(has_label.sum()), "the gradient of the logits is"
     weights_by_sentence = {
         f"{what} {total / divisor:.4g} times what it should be: the sum is divided by {divisor}, which is {words}, not by the {total} labels": torch.tensor(
-            total / divisor
+            total / divisor, dtype=torch.float64
         )
         for divisor, words in (
             (has_label.numel(), "the number of all tokens"),

@@ -16,6 +16,7 @@ from lockstep.plan.mesh import Mesh
 from lockstep.plan.rates import rate_of
 from lockstep.training.optim import decays, direction
 from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Failure, Result
 
@@ -42,7 +43,9 @@ class Case:
         self.result, self.strategy, self.reference, self._replay = result, strategy, reference, replay
         self.found = result.runs[strategy]
         self.dump = self.found.dump
-        self.step, _, self.first, _ = failure or self.found.failures_from_batch[0]
+        self.step, _, first, _ = failure or self.found.failures_from_batch[0]
+        # A choice of groups of experts is captured as that of the experts.
+        self.first = first.removesuffix(GROUPS)
         self.options = self.dump.run["config"]
         self.names = self.dump.layout.names
         self.mesh = Mesh.of_options(self.options)

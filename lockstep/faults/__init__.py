@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,10 @@ def planted(
         planting = Planting(config, inputs, stack)
         planting.handles = strategies.load(config.spec.handles)(planting)
         plant = planter(planting)
+        if not inspect.isgenerator(plant):
+            raise UserError(
+                f"{name}: a fault is a generator function, which yields where the strategy is built"
+            )
 
         def make(*arguments: Any) -> "Strategy":
             next(plant)

@@ -59,6 +59,9 @@ def command() -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):  # a container may hide the parent
             first, *typed = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[1:-1]
+            # Python may have options of its own before it.
+            while first.startswith("-") and first != "-m" and "-m" in typed:
+                first, *typed = typed
             started = ["python", "-m"] if first == "-m" else [Path(first).name]
             return printable(shlex.join([*started, *without_secrets(typed)]), LONGEST_COMMAND)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -94,7 +97,7 @@ def without_secrets(arguments: list[str]) -> list[str]:
 
 def is_secret(name: str) -> bool:
     """Whether a name, such as --api_key or apiKey, has one of the words SECRET in it."""
-    words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    words = re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower())
     return not SECRET.isdisjoint(words)
 
 

@@ -8,6 +8,7 @@ a `.pt`), and must match them. Of a foreign file, names, shapes and numbers are 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -187,6 +188,7 @@ def _whole_names(contents: Contents, names: modules.Names) -> Contents:
     """
     if (
         contents.about is not None
+        or not names.base
         or names.embedding_weight.removeprefix(f"{names.base}.") not in contents.tensors
     ):
         return contents
@@ -214,7 +216,9 @@ def _check_names_and_shapes(contents: Contents, where: str, architecture: dict, 
     model, is_foreign = describe(architecture), contents.about is None
     for name in sorted(tensors.keys() - expected.keys()):
         is_tied_head = name == model.names.head_weight and model.tied
-        is_left_out = is_foreign and model.names.layer_of(name) >= architecture["num_hidden_layers"]
+        # The architecture of a module of the user's own has no number of layers.
+        num_layers = architecture.get("num_hidden_layers", math.inf)
+        is_left_out = is_foreign and model.names.layer_of(name) >= num_layers
         if (is_foreign and (is_tied_head or name.endswith(_TABLES))) or (is_left_out and fewer_layers):
             continue
         hint = "; add --num_layers to leave layers out" if is_left_out else ""

@@ -33,6 +33,9 @@ OPTIMIZERS = ("adamw", "sgd")
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, torch's defaults
 # The name of the run that shows how far rounding errors alone can move the loss
 CONTROL = "control"
+# Names that no other run may have, and how those of replays begin
+TAKEN_NAMES = (CONTROL, "reference")
+REPLAY = "replay_"
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion shows a tolerance, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"

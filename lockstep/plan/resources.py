@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import math
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 # The container's limit of memory, in versions 2 and 1 of cgroups
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_LIMITS = (CGROUP / "memory.max", CGROUP / "memory/memory.limit_in_bytes")
 WORKERS_PER_CORE = 8  # more CPU processes than this on one core spend their time switching
 
 
@@ -179,18 +181,24 @@ def machine_bytes() -> int:
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:
         try:
-            limits.append(int(Path(path).read_text()))
+            limits.append(int(path.read_text()))
         except (OSError, ValueError):  # another version of cgroups, or "max"
             continue
     return min(limits)
 
 
 def free_bytes() -> int:
-    """Main memory that is available on this machine, but no more than the container may have."""
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, machine_bytes())
-    return machine_bytes()
+    """Main memory that is available on this machine, but no more than what the container has left."""
+    free = [machine_bytes()]
+    with contextlib.suppress(OSError, ValueError):  # not a container, or another version of cgroups
+        used, limit = (int((CGROUP / name).read_text()) for name in ("memory.current", "memory.max"))
+        # Files that the kernel keeps in memory until it is needed
+        cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        free.append(limit - used + (int(cached[1]) if cached else 0))
+    with contextlib.suppress(OSError):
+        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free += [int(available[1]) * 1024] if available else []
+    return min(free)
 
 
 def training_device(config: Config) -> "torch.device":
@@ -201,6 +209,10 @@ def training_device(config: Config) -> "torch.device":
     if config.device != "cuda":
         return torch.device("cpu")
     # Over gloo, ranks may share a GPU.
+    if "LOCAL_RANK" not in os.environ:
+        raise UserError(
+            "LOCAL_RANK is not set, so which GPU is this rank's is not known; start with torchrun"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

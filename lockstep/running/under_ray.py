@@ -195,6 +195,8 @@ class _Log(io.TextIOBase):
             self.lost = error.strerror or str(error)
 
     def close(self) -> None:
+        with self._lock:
+            self._keep(self._unfinished)
         with contextlib.suppress(OSError):  # `lost` has the reason
             self._file.close()
 

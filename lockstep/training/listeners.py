@@ -105,9 +105,10 @@ def group_norms(strategy: Strategy) -> dict[str, float]:
     all_ranks = gather_objects(mine)
     names = modules.names_in(strategy.model)
     squares: dict[str, float] = {}
-    for name in mine:
+    # The ranks of other pipeline stages have other parameters.
+    for name in dict.fromkeys(name for of_rank in all_ranks for name in of_rank):
         # place -> sum of squares
-        shards = dict(shard for of_rank in all_ranks for shard in of_rank[name])
+        shards = dict(shard for of_rank in all_ranks for shard in of_rank.get(name, []))
         group = group_of(name, names)
         squares[group] = squares.get(group, 0.0) + sum(shards.values())
     return {group: math.sqrt(square) for group, square in squares.items()}

@@ -185,7 +185,7 @@ def _sorted(by_value: dict[str, list[str]]) -> dict[str, list[str]]:
 def learning_rate(group: dict[str, Any]) -> float:
     """The learning rate of a group. A float32 tensor gives the shortest decimal number that rounds to it."""
     rate = group["lr"]
-    return float(str(rate.detach().cpu().numpy())) if isinstance(rate, torch.Tensor) else rate
+    return float(str(rate.detach().cpu().reshape(()).numpy())) if isinstance(rate, torch.Tensor) else rate
 
 
 def _class_of(optimizer: AnyOptimizer) -> str:

@@ -97,8 +97,13 @@ class Trackers:
     def __init__(self, trackers: Iterable[str], name: str, folder: Path, about: dict[str, Any]):
         self._clients: dict[str, Any] = {}
         for tracker in trackers:
-            with _named(tracker):
-                self._clients[tracker] = TRACKERS[tracker](name, folder, about)
+            try:
+                with _named(tracker):
+                    self._clients[tracker] = TRACKERS[tracker](name, folder, about)
+            except UserError:
+                with contextlib.suppress(UserError):  # the error above is the reason
+                    self.tell(lambda client: client.close(1))
+                raise
 
     def tell(self, say: Callable[[Any], object]) -> None:
         for name, client in self._clients.items():

@@ -37,7 +37,7 @@ from lockstep.inputs.data import Inputs, global_batch_hash, window_hashes
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
 from lockstep.plan import rates
-from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, Config
+from lockstep.plan.config import BASELINE, BETAS, EPS, JUDGED, REPLAY, Config
 from lockstep.plan.mesh import Mesh
 from lockstep.training.observe import provenance
 from lockstep.training.optim import (
@@ -212,9 +212,7 @@ def captured(folder: Path) -> list[Path]:
     return [
         path
         for path in paths
-        if (path / dump.MANIFEST).is_file()
-        and path.name != "reference"
-        and not path.name.startswith("replay_")
+        if (path / dump.MANIFEST).is_file() and path.name != "reference" and not path.name.startswith(REPLAY)
     ]
 
 
@@ -232,12 +230,12 @@ def replay(
     has_other_batches = bool(strategy.choices) and options["batch_size"] != config.batch_size
     first = 0 if config.has_own_optimizer or has_other_batches or _chose_otherwise(theirs, reference) else 1
     if len(theirs.steps) <= first:
-        files.remove_captured(folder.with_name(f"replay_{folder.name}"))  # an older dump's
+        files.remove_captured(folder.with_name(f"{REPLAY}{folder.name}"))  # an older dump's
         return
     sizes = {key: options[key] for key in ("batch_size", "dp_size", "gradient_accumulation_steps")}
     config = dataclasses.replace(config, capture_dir=folder.parent, num_workers=options["dp_size"], **sizes)
     strategy.config = config
-    capture = _capture(config, inputs, f"replay_{folder.name}", reference.manifest["initial_sha256"])
+    capture = _capture(config, inputs, f"{REPLAY}{folder.name}", reference.manifest["initial_sha256"])
     capture.kinds = tuple(kind for kind in capture.kinds if kind != "average")
     strategy.renew_optimizer()
     for index in range(first, len(theirs.steps)):

@@ -64,11 +64,17 @@ def test_a_planted_fault_is_found_in_it(folder):
     [
         ("nope", "there is no strategy nope; choose from ddp, deepspeed, fsdp, or give your own"),
         ("gone.py:Mine", "gone.py:Mine: the file cannot be imported"),
+        (
+            "taken.py:DDP",
+            "taken.py: DDP: a run of this strategy would be called ddp, as one of Lockstep's own",
+        ),
+        ("taken.py:Control", "taken.py: Control: a run of this strategy would be called control"),
         ("my_parallel.py:Nobody", "my_parallel.py:Nobody: the file has no function or class Nobody"),
     ],
 )
 def test_what_is_no_strategy_is_refused(folder, monkeypatch, name, message):
     monkeypatch.chdir(folder)
+    (folder / "taken.py").write_text("class DDP: ...\n\n\nclass Control: ...\n")
     with pytest.raises(UserError, match=message):
         strategies.spec_of(name)
 

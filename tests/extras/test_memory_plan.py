@@ -196,6 +196,7 @@ def test_seventy_billion_parameters_on_a_thousand_ranks(tmp_path, capsys):
         ("--strategy deepspeed --sp_size 2 --tp_size 1", "what a rank holds with --cp_size is not known"),
         ("--strategy fsdp --tp_size 2 --sequence_parallel", "what a rank holds with --sequence_parallel"),
         ("--strategy ddp --compile", "what a rank holds with --compile is not known"),
+        ("--strategy fsdp --optimizer Adam", "what a rank holds with --optimizer Adam is not known"),
         ("--strategy fsdp --cpu_offload", "what --cpu_offload keeps on a GPU is not known"),
         ("--strategy mine.py:Mine", "what mine keeps in memory is not known"),
     ],

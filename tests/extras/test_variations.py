@@ -210,6 +210,7 @@ def test_from_end_to_end(tmp_path, capsys):
             "line 31: zero_stage.7 is no",
         ),
         (("[vary.needs]\n", '[vary.differs]\nfp61 = "x"\n[vary.needs]\n'), "line 31: fp61 is no option"),
+        (("[vary.flags]\n", '[vary.flags]\nrun_name = "x"\n'), "line 16: run_name is set by the study"),
         (
             ("[vary.flags]\n", 'alone_with = "zero_stage"\n[vary.flags]\n'),
             "line 15: zero_stage is no flag of",

@@ -19,6 +19,7 @@ TOKEN = "abcdefghijklmnopqrst01"
         ("--hub_token abc --lr 1", "--hub_token HIDDEN --lr 1"),
         ("--hub-token=abc", "--hub-token=HIDDEN"),
         ("logger.apiKey=abc", "logger.apiKey=HIDDEN"),
+        ("--HFToken abc", "--HFToken HIDDEN"),
         ("--password --lr 1", "--password --lr 1"),
         (f"--x hf_{TOKEN} y={TOKEN}", "--x hf_HIDDEN y=HIDDEN"),
         ("--at https://me:abc@host/x", "--at https://HIDDEN@host/x"),

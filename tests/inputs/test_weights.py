@@ -9,13 +9,14 @@ import zipfile
 import pytest
 import torch
 import weights_trials
+from ranks import ROOT
 from safetensors.torch import load_file, save_file
 from small_inputs import build, write_weights
 
 from lockstep.ground.errors import UserError
-from lockstep.inputs import weight_files, weights
+from lockstep.inputs import own_model, weight_files, weights
 from lockstep.inputs.architectures import BUILT_IN, resolve
-from lockstep.inputs.shapes import parameter_shapes
+from lockstep.inputs.shapes import from_config, parameter_shapes
 
 TINY, UNTIED = BUILT_IN["tiny-qwen2"], BUILT_IN["tiny-llama"]
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -276,6 +277,19 @@ def test_the_file_of_gpt2s_base_model(as_on_the_hub):
     refused(path, "tensor transformer.h.0.attn.scale is not part of the model", architecture)
     tensors.pop("wpe.weight")
     refused(write(path, tensors), "tensor transformer.wpe.weight is missing", architecture)
+
+
+def test_the_file_of_a_module_of_ones_own(tmp_path):
+    """Its names have no base. A tensor that the model lacks is refused, as everywhere."""
+    architecture = own_model.architecture_of(f"{ROOT}/examples/own_model.py:make_model")
+    model = from_config(architecture, attn_impl="sdpa")
+    path = write(tmp_path / "state.pt", model.state_dict())
+    weights.check(path, architecture)
+    loaded = from_config(architecture, attn_impl="sdpa")
+    weights.load(path, loaded)
+    assert all(x.equal(y) for x, y in zip(loaded.parameters(), model.parameters(), strict=True))
+    write(path, {**model.state_dict(), "blocks.0.scale": torch.ones(1)})
+    refused(path, "tensor blocks.0.scale is not part of the model", architecture)
 
 
 def test_combined_hash_sees_every_tensor():

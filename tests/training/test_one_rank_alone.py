@@ -53,6 +53,13 @@ def test_one_line_under_torchrun(tmp_path, raising, line):
     assert said == [f"lockstep.train: {line}"] and "by peer" not in error, error
 
 
+def test_a_log_has_its_last_line(tmp_path):
+    with under_ray._log_at(tmp_path / "log.txt"):
+        print("a line")
+        print("no end", end="")
+    assert (tmp_path / "log.txt").read_text() == "a line\nno end"
+
+
 def test_a_log_that_cannot_be_written_hides_nothing():
     """/dev/full is a disk without room."""
     with under_ray._log_at(Path("/dev/full")) as log:

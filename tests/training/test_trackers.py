@@ -13,6 +13,8 @@ from ranks import ROOT
 from real_runs import environment, folders
 
 from lockstep.dumps import history
+from lockstep.ground.errors import UserError
+from lockstep.training import trackers as tracker_module
 
 SMALL = ["--batch_size", "2", "--seq_length", "32", "--num_layers", "1", "--device", "cpu"]
 ALL = "tensorboard,wandb,mlflow"
@@ -169,6 +171,22 @@ def test_what_a_tracker_refuses_ends_the_run_in_one_line(tmp_path, trackers):
     )
     assert line.endswith("; set its environment variables, or leave it out")
     assert not (tmp_path / "loss_ddp.json").exists()
+
+
+def test_a_tracker_is_closed_if_the_next_cannot_be_opened(tmp_path, monkeypatch):
+    closed = []
+
+    class First:
+        def __init__(self, *_):
+            self.close = closed.append
+
+    def second(*_):
+        raise RuntimeError("no login")
+
+    monkeypatch.setattr(tracker_module, "TRACKERS", {"first": First, "second": second})
+    with pytest.raises(UserError, match="--report_to second: no login"):
+        tracker_module.Trackers(["first", "second"], "ddp", tmp_path, {})
+    assert closed == [1]
 
 
 @pytest.mark.parametrize(
