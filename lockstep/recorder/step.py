@@ -74,7 +74,7 @@ class Recorded:
         self.ranks: dict[str, Any] = {}
         # Whether torch.compile compiled the optimizer's step, and the model
         self.compiled, self.model_compiled = False, False
-        # Whether DeepSpeed's engine, whose optimizers are none of torch's, is watched, and whether it steps the model
+        # Whether a library's engine, whose optimizers are none of torch's, is watched, and whether it steps the model
         self.watches_engine, self.engine_steps = False, False
         self.hooks: ModuleHooks | None = None
         # The sequence number of the function that made the last copy of what the model returns

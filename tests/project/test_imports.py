@@ -133,7 +133,7 @@ def test_one_file_each():
 MAY_NAME_DEEPSPEED = re.compile(
     r"lockstep/(plan|training|faults|recorder)/(deepspeed\w*|zero|ulysses)\.py|extras/memory/(plan|zero)\.py|lockstep/(plan/strategies|faults/__init__)\.py|autotp_strategy\.py|train_deepspeed\.py|job_deepspeed\.yaml"
     r"|lockstep/recorder/(optimizers|recorded_step)\.py|lockstep/recorded/(update|optimizer)\.py"
-    r"|benchmarks/releases\.py|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING)\.md|(docs|results|findings|studies|tests|examples/record)/.*"
+    r"|benchmarks/releases\.py|pyproject\.toml|requirements.*\.txt|(README|CONTRIBUTING|CHANGELOG)\.md|(docs|results|findings|studies|tests|examples/record)/.*"
 )
 # In other files: its launcher, which starts every strategy, its files of the recorder, and the public thread of a planted fault.
 SPOKEN_OF = re.compile(
