@@ -23,7 +23,7 @@ from lockstep.ground.files import REPORTS, require_ours, require_writable_folder
 from lockstep.ground.flags import Parser
 from lockstep.page import verification
 from lockstep.plan.config import BASELINE, REPLAY
-from lockstep.verdict import alone, tensor_report
+from lockstep.verdict import module_results, tensor_report
 from lockstep.verdict.comparison import compare_dumps, compare_two
 from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Result
@@ -52,7 +52,7 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judge
         reference, dumps, replays = arrange(opened)
         result = compare_dumps(reference, dumps, replays)
         for name, run in result.runs.items():
-            run.alone = alone.read(run.dump, reference.folder.resolve().parent)
+            run.alone = module_results.read(run.dump, reference.folder.resolve().parent)
             if result.has_failed(name):
                 run.diagnosis = diagnose(result, name, reference, replays)
     if output_dir is not None:

@@ -26,7 +26,7 @@ from lockstep.ground.flags import Parser, number
 from lockstep.page import recording as page
 from lockstep.recorded import against as recorded_against
 from lockstep.recorded import report as recorded_report
-from lockstep.recorded import run as recorded_run
+from lockstep.recorded import whole_run as recorded_run
 from lockstep.recorded.cut_by_code import CutByCode, is_cut
 from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording

@@ -24,11 +24,11 @@ from lockstep.ground.flags import Parser
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.recorder.finding import Finding
+    from lockstep.recorder.model_finder import ModelFinder
 
 
 def main(argv: list[str] | None = None) -> int:
-    from lockstep.recorder.finding import Finding
+    from lockstep.recorder.model_finder import ModelFinder
     from lockstep.recorder.recorder import EVERY_MODULE, STEPS
 
     parser = Parser(prog="python -m lockstep.record", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -67,12 +67,12 @@ def main(argv: list[str] | None = None) -> int:
         require_writable_folder(output, "--output")
         launcher_arguments = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
         arguments = [*launcher_arguments, *options.arguments]
-        return _run(options.script, arguments, Finding(output, options.steps, options.modules))
+        return _run(options.script, arguments, ModelFinder(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 
 
-def _run(script: Path, arguments: list[str], finding: "Finding") -> int:
+def _run(script: Path, arguments: list[str], finding: "ModelFinder") -> int:
     """Run a script as Python does, while `finding` looks for its model. Return the script's exit status.
 
     Raises UserError if nothing was recorded.

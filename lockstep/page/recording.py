@@ -11,8 +11,8 @@ from lockstep.ground import origin
 from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Losses, Page, Placed, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.recorded import report as recorded_report
-from lockstep.recorded.run import RunVerdict
-from lockstep.recorder.recorded_step import Step
+from lockstep.recorded.whole_run import RunVerdict
+from lockstep.recorder.recorded_step import StepRecord
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import MULTIPLE
@@ -129,7 +129,7 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
     ]
 
 
-def _settings(first: Step) -> dict[str, Any]:
+def _settings(first: StepRecord) -> dict[str, Any]:
     """Return the settings of a rank's optimizers, by group of parameters, and the bounds that it clipped to."""
     contract: dict[str, Any] = {"clipped to": [clip.max_norm for clip in first.clips]}
     for optimizer in first.optimizers:
@@ -184,7 +184,7 @@ def _differing(recording: Recording, verdict: StepVerdict) -> Iterator[tuple]:
                 yield step, f"{kind}/{name}", *zip(*odd, strict=True), verdict.is_of_known_mean
 
 
-def _places(ranks: Iterable[Step], name: str) -> Placed:
+def _places(ranks: Iterable[StepRecord], name: str) -> Placed:
     """Return the parts of a tensor that each rank wrote, as [start, shape].
 
     Of a module's output, a rank has the whole for its own micro batch, or a part. The whole counts as no part.

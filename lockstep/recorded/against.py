@@ -13,12 +13,12 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
-from lockstep.recorded import samples
-from lockstep.recorded.run import RunVerdict, samples_by_step
-from lockstep.recorder.called import Called
-from lockstep.recorder.recorded_step import Optimizer, Step
+from lockstep.recorded import same_samples
+from lockstep.recorded.whole_run import RunVerdict, samples_by_step
+from lockstep.recorder.micro_batch import JoinedMicroBatch
+from lockstep.recorder.module_state import OF_PROCESSES
+from lockstep.recorder.recorded_step import Optimizer, StepRecord
 from lockstep.recorder.recording import Recording
-from lockstep.recorder.state import OF_PROCESSES
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.rows import StepVerdict, Wrong
 
@@ -101,11 +101,16 @@ class _Pair:
         sentences = []
         if step == 1:
             sentences += [*self._begins_with(ranks)]
-        sentences += [*samples.compare(*called), *self._precision(called), *_settings(ranks), *_clips(ranks)]
+        sentences += [
+            *same_samples.compare(*called),
+            *self._precision(called),
+            *_settings(ranks),
+            *_clips(ranks),
+        ]
         yield from sentences
         if step == 1:
             self.random = any(
-                micro_batch.about.drawn or micro_batch.about.generators or micro_batch.about.dropouts
+                micro_batch.record.drawn or micro_batch.record.generators or micro_batch.record.dropouts
                 for micro_batches in called
                 for micro_batch in micro_batches
             )
@@ -119,7 +124,7 @@ class _Pair:
             ]
             yield from self._gradient(ranks, "; ".join(in_model)) if is_comparable else in_model
 
-    def _begins_with(self, ranks: list[dict[int, Step]]) -> Iterator[str]:
+    def _begins_with(self, ranks: list[dict[int, StepRecord]]) -> Iterator[str]:
         """Yield what differs before step 1: frozen parameters, the optimizer's state, weights."""
         yield from _in_one_run([records[0].frozen for records in ranks], "frozen")
         kinds = [sorted({_state_kind(name) for name in records[0].places} - {""}) for records in ranks]
@@ -145,12 +150,12 @@ class _Pair:
                     unequal.append((name, distance_of(ours, theirs).relative))
         return unequal
 
-    def _precision(self, called: list[list[Called]]) -> Iterator[str]:
+    def _precision(self, called: list[list[JoinedMicroBatch]]) -> Iterator[str]:
         """Yield how the dtypes of the computation and of the weights differ."""
         weights = [_dtypes(recording) for recording in self.pair]
         computed = [
             {
-                micro_batch.about.autocast or micro_batch.about.param_dtype or " and ".join(sorted(dtypes))
+                micro_batch.record.autocast or micro_batch.record.param_dtype or " and ".join(sorted(dtypes))
                 for micro_batch in micro_batches
             }
             for micro_batches, dtypes in zip(called, weights, strict=True)
@@ -160,7 +165,7 @@ class _Pair:
                 here, there = (" and ".join(sorted(dtypes)) for dtypes in (ours, theirs))
                 yield f"{what} in {here}, and in {there} there".replace("torch.", "")
 
-    def _gradient(self, ranks: list[dict[int, Step]], model: str) -> Iterator[str]:
+    def _gradient(self, ranks: list[dict[int, StepRecord]], model: str) -> Iterator[str]:
         """Yield how the gradients of step 1 differ, before clipping.
 
         `model` says how the model itself differs. If gradients differ, that is the reason. Else it has no effect, as the number of
@@ -200,7 +205,7 @@ class _Pair:
         elif model:
             self.notes.append(f"{model}, and the first gradient is the same")
 
-    def _model(self, ranks: list[dict[int, Step]], *, configurations: bool) -> list[str]:
+    def _model(self, ranks: list[dict[int, StepRecord]], *, configurations: bool) -> list[str]:
         """Return how modules differ, as sentences: in class, in mode, and in the values of their attributes.
 
         `configurations`: also in what configurations have that modules keep, and in what is named after ranks and the like.
@@ -259,7 +264,7 @@ def _state_kind(name: str) -> str:
     return "/".join(name.split("/")[:2]) if name.startswith("state/") else ""
 
 
-def _settings(ranks: list[dict[int, Step]]) -> Iterator[str]:
+def _settings(ranks: list[dict[int, StepRecord]]) -> Iterator[str]:
     """Yield which parameters an optimizer holds in one run alone, and which settings differ, with the parameters that have them."""
     ours, theirs = map(_settings_of, ranks)
     yield from _in_one_run([ours, theirs], "held by an optimizer")
@@ -274,7 +279,7 @@ def _settings(ranks: list[dict[int, Step]]) -> Iterator[str]:
         yield f"{key}{whose} is {here}, and {there} there"
 
 
-def _settings_of(ranks: dict[int, Step]) -> dict[str, dict[str, Any]]:
+def _settings_of(ranks: dict[int, StepRecord]) -> dict[str, dict[str, Any]]:
     """Return, by name, the settings of each parameter that an optimizer holds on some rank."""
     settings_of: dict[str, dict[str, Any]] = {}
     for record in ranks.values():
@@ -299,7 +304,7 @@ def _name_of(optimizer: Optimizer, group: dict[str, Any]) -> str:
     return "AdamW" if is_decoupled else "Adam"
 
 
-def _clips(ranks: list[dict[int, Step]]) -> Iterator[str]:
+def _clips(ranks: list[dict[int, StepRecord]]) -> Iterator[str]:
     """Yield how the bounds differ that gradients are clipped to."""
     bounds = [sorted({clip.max_norm for clip in records[0].clips if not clip.too_late}) for records in ranks]
     if not _same(*bounds):

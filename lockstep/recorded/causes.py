@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from lockstep.recorder.called import IGNORED, Called, shares_of
-from lockstep.recorder.recorded_step import Step
+from lockstep.recorder.micro_batch import IGNORED, JoinedMicroBatch, data_parallel_shares
+from lockstep.recorder.recorded_step import StepRecord
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.normalisation import Weighting
@@ -22,14 +22,14 @@ class Causes:
     def __init__(
         self,
         verdict: StepVerdict,
-        ranks: dict[int, Step],
-        micro: list[Called],
+        ranks: dict[int, StepRecord],
+        micro: list[JoinedMicroBatch],
         exact: list[Computed],
         tokens: list[int],
         elsewhere: int,
     ):
         self.verdict, self.ranks, self.micro, self.exact, self.tokens = verdict, ranks, micro, exact, tokens
-        self.shares = shares_of(micro)
+        self.shares = data_parallel_shares(micro)
         # The micro batches of a rank in a step that has another number of them; 0: all have as many
         self.elsewhere = elsewhere
 
@@ -60,7 +60,7 @@ class Causes:
 
     def is_scale(self, times: float) -> bool:
         """Whether a factor is the scale of a GradScaler."""
-        scale = self.micro[0].about.scale
+        scale = self.micro[0].record.scale
         return scale != 1 and math.isclose(times, scale, rel_tol=self.verdict.tolerated_weights)
 
     def _stepped_too_often(self, factor: float) -> str:
@@ -83,7 +83,7 @@ class Causes:
         if self.verdict.pieces > 1:
             return ""
         arrived = [
-            computed.arrived / called.about.scale
+            computed.arrived / called.record.scale
             for called, computed in zip(self.micro, self.exact, strict=True)
         ]
         begun = torch.tensor(arrived, dtype=torch.float64) / self.verdict.shares
@@ -122,7 +122,7 @@ class Causes:
         classes = {
             gradient.shape[-1]
             for called in self.micro
-            for gradient in called.arrived.values()
+            for gradient in called.output_gradients.values()
             if gradient.ndim > 1
         }
         masks = (tensor for called in self.micro for name, tensor in called.tensors.items() if "mask" in name)
@@ -157,7 +157,7 @@ class Causes:
             "the tokens of the last micro batches": float(last if last < self.verdict.tokens else 0),
             "the classes": float(next((n for n in classes if abs(factor * n - 1) <= tolerated), 0)),
             "the micro batches of another step": float(self.elsewhere),
-            "the scale of the GradScaler": self.micro[0].about.scale,
+            "the scale of the GradScaler": self.micro[0].record.scale,
         }
         names = normalisation.explanations(factor, numbers, tolerated)
         return f", which is {' or '.join(names)}" if names else ""

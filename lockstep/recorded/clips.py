@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from lockstep.recorded.causes import Causes
-from lockstep.recorder.recorded_step import Clip, Step
+from lockstep.recorder.recorded_step import Clip, StepRecord
 from lockstep.verdict.rows import StepVerdict, Wrong
 from lockstep.verdict.scalars import float32_norm_error
 
 
 def judge(
     verdict: StepVerdict,
-    rank: Step,
+    rank: StepRecord,
     whole: Mapping[str, torch.Tensor],
     beside: dict[str, float],
     causes: Causes,

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from lockstep.recorded.loss_weights import LossWeights
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorded.weights import Weighed
 from lockstep.verdict import normalisation
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
@@ -33,7 +33,7 @@ class Counts:
         gradients: Gradients,
         clipped: dict[str, float],
         columns: list[Gradients],
-        weighed: Weighed,
+        weighed: LossWeights,
     ):
         self.of_ranks, self.gradients, self.clipped = of_ranks, gradients, clipped
         self.columns, self.weighed = columns, weighed

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.recorder.module_hooks import module_of
-from lockstep.recorder.recorded_step import Place, Step
+from lockstep.recorder.recorded_step import Place, StepRecord
 from lockstep.recorder.recording import Recording
 
 KINDS = ("weight", "gradient", "updated", "unclipped", "state")
@@ -58,7 +58,7 @@ def is_cut(own: Recording, whole: Recording) -> bool:
     )
 
 
-def _shapes_of(about: Step) -> dict[str, list[int]]:
+def _shapes_of(about: StepRecord) -> dict[str, list[int]]:
     """Return the shapes of a rank's parameters, as its model has them."""
     return {
         name.removeprefix("weight/"): list(places[0].full or [])
@@ -168,7 +168,7 @@ class CutByCode(Recording):
             runs += [run._replace(own=run.own + first) for run in of_block]
         return runs
 
-    def _place(self, step: int, about: Step, cuts: dict[str, Cut]) -> None:
+    def _place(self, step: int, about: StepRecord, cuts: dict[str, Cut]) -> None:
         """Change the places of a rank's tensors in its parts to those in the whole."""
         for name, (part, *blocks) in about.places.items():
             cut = _cut_of(name, part.full or [], cuts)

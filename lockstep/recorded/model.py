@@ -17,12 +17,12 @@ from lockstep.ground.errors import UserError
 from lockstep.inputs.weights import perturbed
 from lockstep.recorded.streamed import Context, Streamed
 from lockstep.recorder import building
-from lockstep.recorder.called import Called
-from lockstep.recorder.kept import generators, in_order, restore_generators
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
+from lockstep.recorder.module_state import state_of
 from lockstep.recorder.recording import Recording
-from lockstep.recorder.state import state_of
+from lockstep.recorder.step_tensors import generators, in_order, restore_generators
 from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
 from lockstep.verdict.computed import Passes
 from lockstep.verdict.float64 import Float32, Float64, Place, Told, make_exact
@@ -154,30 +154,38 @@ class Model(Passes):
 
         return again
 
-    def logits(self, called: Called) -> torch.Tensor | None:
+    def logits(self, micro_batch: JoinedMicroBatch) -> torch.Tensor | None:
         """Return the logits of a micro batch that the run need not have seen; None if the model gives none."""
         # Hooks keep what modules return only where gradients are computed.
-        with self._precision(called, self._mode(called, {})), torch.set_grad_enabled(bool(self.head)):
-            output = self._forward(called)
+        with (
+            self._precision(micro_batch, self._mode(micro_batch, {})),
+            torch.set_grad_enabled(bool(self.head)),
+        ):
+            output = self._forward(micro_batch)
             _, logits = outputs_of(output)
             # The list may have the chunks of one tensor.
             if isinstance(output, list):
-                logits = called.whole_of(list(tensors_of(output).values()))
+                logits = micro_batch.join_chunks(list(tensors_of(output).values()))
         if logits is None and self.head == CROSS_ENTROPY:
-            return in_rows(called, self.mode.entropies or [])[2]
-        return self.modules.get(f"forward/{called.number}/{self.head}") if logits is None else logits
+            return in_rows(micro_batch, self.mode.entropies or [])[2]
+        return self.modules.get(f"forward/{micro_batch.number}/{self.head}") if logits is None else logits
 
-    def outputs(self, called: Called, like: Called | None = None) -> Mapping[str, torch.Tensor]:
+    def outputs(
+        self, micro_batch: JoinedMicroBatch, like: JoinedMicroBatch | None = None
+    ) -> Mapping[str, torch.Tensor]:
         """Return what modules return for a micro batch that the run need not have seen, as far as the model can be called with it.
 
         The model's buffers and attributes are as they were for `like`.
         """
-        with contextlib.suppress(Exception), self._precision(called, self._mode(like or called, {})):
-            for name, tensor in tensors_of(self._forward(called)).items():
-                self.keep(f"forward/{called.number}/returned.{name}", tensor)
+        with (
+            contextlib.suppress(Exception),
+            self._precision(micro_batch, self._mode(like or micro_batch, {})),
+        ):
+            for name, tensor in tensors_of(self._forward(micro_batch)).items():
+                self.keep(f"forward/{micro_batch.number}/returned.{name}", tensor)
         return self.modules
 
-    def unlike(self, one: Called, other: Called) -> list[str]:
+    def unlike(self, one: JoinedMicroBatch, other: JoinedMicroBatch) -> list[str]:
         """Return the names of the buffers, numbers and texts of the model that differ between two micro batches.
 
         Other attributes may be of the batch before.
@@ -185,7 +193,7 @@ class Model(Passes):
         buffers, other_buffers = (self.recording.buffers(self.step, called) for called in (one, other))
         shared = [name for name in buffers.keys() & other_buffers.keys() if ":" not in name]
         unequal = [name for name in shared if not torch.equal(buffers[name], other_buffers[name])]
-        values, other_values = one.about.attributes, other.about.attributes
+        values, other_values = one.record.attributes, other.record.attributes
         names = [
             name
             for name in values.keys() | other_values.keys()
@@ -194,19 +202,22 @@ class Model(Passes):
         ]
         return sorted({name.replace(":", ".").removeprefix(".") for name in (*unequal, *names)})
 
-    def _mode(self, called: Called, told: dict[str, torch.Tensor]) -> Told:
+    def _mode(self, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor]) -> Told:
         """Return the mode of a pass over a micro batch in which the model makes the choices that it is `told`.
 
         It is kept as `self.mode`. The buffers and attributes that the pass begins with are kept, too.
         """
         # A pass may change buffers and attributes, such as a mean or a bias of experts.
-        self.buffers, self.changed = self.recording.buffers(self.step, called), called.about.attributes
+        self.buffers, self.changed = (
+            self.recording.buffers(self.step, micro_batch),
+            micro_batch.record.attributes,
+        )
         make = Float64 if self.exact else Float32 if self.all_wide else Told
         # The first such pass finds out which output has the indices of which call of topk.
         if told and self.calls_of_topk is None:
             mode = self.mode = make()
-            with self._precision(called, mode), torch.no_grad():
-                self._forward(called)
+            with self._precision(micro_batch, mode), torch.no_grad():
+                self._forward(micro_batch)
             numbers = {storage(indices): number for number, indices in mode.own.items()}
             self.calls_of_topk = {
                 module_of(name): numbers[storage(tensor)]
@@ -217,50 +228,54 @@ class Model(Passes):
         calls = self.calls_of_topk or {}
         choices = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = make(choices, self.widths)
-        self.mode.dtypes = self.dtypes.setdefault((called.ranks[0], called.number), {})
+        self.mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
         self.mode.entropies = [] if self.exact else None
         if self.recording.origin.device != "cpu":
-            self.mode.kept_of = functools.partial(self.recording.dropped, self.step, called)
+            self.mode.kept_of = functools.partial(self.recording.dropped, self.step, micro_batch)
         return self.mode
 
-    def _forward(self, called: Called) -> Any:
+    def _forward(self, micro_batch: JoinedMicroBatch) -> Any:
         """Call the model with a micro batch, in the state that it had before it; return what the model returns.
 
         Raises UserError if it cannot be called again with what was recorded.
         """
-        if called.about.left_out:
+        if micro_batch.record.left_out:
             raise UserError(
-                f"the model cannot be called again: {called.about.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
+                f"the model cannot be called again: {micro_batch.record.left_out[0]}; give it tensors, numbers, texts, or lists, tuples and dicts of them"
             )
-        tensors = self._widened(called.tensors)
-        tensors |= {name: in_order(tensors[name], order) for name, order in called.about.orders.items()}
-        if called.about.param_dtype and called.about.casts_inputs and not self.exact:
-            dtype = dtype_of(called.about.param_dtype)
+        tensors = self._widened(micro_batch.tensors)
+        tensors |= {name: in_order(tensors[name], order) for name, order in micro_batch.record.orders.items()}
+        if micro_batch.record.param_dtype and micro_batch.record.casts_inputs and not self.exact:
+            dtype = dtype_of(micro_batch.record.param_dtype)
             tensors |= {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
-        values = {**called.about.plain, **tensors}
-        structure = treespec_loads(called.about.structure)
-        given: dict[str, Any] = tree_unflatten([values[name] for name in called.about.inputs], structure)
+        values = {**micro_batch.record.plain, **tensors}
+        structure = treespec_loads(micro_batch.record.structure)
+        given: dict[str, Any] = tree_unflatten(
+            [values[name] for name in micro_batch.record.inputs], structure
+        )
         signature = inspect.signature(self.model.forward)
         known = signature.parameters
         given |= {
-            name: value for name, value in {"use_cache": False, **called.instead}.items() if name in known
+            name: value
+            for name, value in {"use_cache": False, **micro_batch.replaced_inputs}.items()
+            if name in known
         }
         self._restore_state()
         for name, module in self.model.named_modules():
-            module.training = name not in called.about.evaluated
+            module.training = name not in micro_batch.record.evaluated
         self.modules, self.indices = OnDisk(self.folder) if self.streamed else {}, {}
-        self.hooks.begin(called.number)
+        self.hooks.begin(micro_batch.number)
         bound = inspect.BoundArguments(signature, {name: given.pop(name) for name in known if name in given})
-        if called.random is not None:
-            torch.set_rng_state(called.random)
+        if micro_batch.generator_state is not None:
+            torch.set_rng_state(micro_batch.generator_state)
         elif self.recording.origin.device == "cpu":
             # Nothing was drawn in the run. So a pass that draws is wrong, and must not differ from the next one.
             torch.manual_seed(0)
-        restore_generators(called.about.generators)
-        self.called = called
+        restore_generators(micro_batch.record.generators)
+        self.called = micro_batch
         output = self.model(*bound.args, **bound.kwargs, **given)
-        if self.mode.kept_of is not None and self.mode.dropouts != called.about.dropouts:
-            raise draws.other_dropouts(self.mode.dropouts, called.about.dropouts)
+        if self.mode.kept_of is not None and self.mode.dropouts != micro_batch.record.dropouts:
+            raise draws.other_dropouts(self.mode.dropouts, micro_batch.record.dropouts)
         self.hooks.end()
         return output
 
@@ -294,9 +309,9 @@ class Model(Passes):
         }
 
     @contextlib.contextmanager
-    def _precision(self, called: Called, mode: Told) -> Iterator[None]:
+    def _precision(self, micro_batch: JoinedMicroBatch, mode: Told) -> Iterator[None]:
         """The mode, the arithmetic of the run's device and the autocast that a micro batch is computed in."""
-        dtype = called.about.autocast
+        dtype = micro_batch.record.autocast
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
             stack.enter_context(self._of_device())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lockstep.ground.errors import UserError, first_line
-from lockstep.recorder.called import Called, Piece
+from lockstep.recorder.micro_batch import JoinedMicroBatch, Piece
 from lockstep.recorder.model_outputs import mapped
 from lockstep.verdict.mean_over import CLOSE
 
@@ -69,14 +69,17 @@ def computed(
     return scalars, number, gradients
 
 
-def arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
+def arrived(micro_batch: JoinedMicroBatch, at: dict[str, dict[str, torch.Tensor]]) -> dict[str, float]:
     """Return how often a loss and each of its terms count in what arrived, in the run, at what the model returned.
 
     `at` has the gradients of each of them there. What arrived is fitted with these by least squares. Raises
     UserError if the fit leaves too much of it and the model was called before a gradient had arrived for the
     micro batch before.
     """
-    recorded = {**called.arrived, **{name: torch.tensor(g) for name, g in called.about.scalars.items()}}
+    recorded = {
+        **micro_batch.output_gradients,
+        **{name: torch.tensor(g) for name, g in micro_batch.record.scalars.items()},
+    }
     outside = next(
         (name for name in recorded if any(name not in gradients for gradients in at.values())), None
     )
@@ -91,9 +94,9 @@ def arrived(called: Called, at: dict[str, dict[str, torch.Tensor]]) -> dict[str,
         torch.linalg.lstsq(rows @ rows.T, (rows @ observed)[:, None], driver="gelsd").solution[:, 0].tolist()
     )
     rest = observed - torch.tensor(weights, dtype=torch.float64) @ rows
-    if called.about.together and float(rest.norm()) > CLOSE[torch.bfloat16] * float(observed.norm()):
+    if micro_batch.record.together and float(rest.norm()) > CLOSE[torch.bfloat16] * float(observed.norm()):
         raise UserError(
-            f"--loss: the model was called with micro batch {called.number} of rank {called.ranks[0]} before a gradient arrived at the one before it, "
+            f"--loss: the model was called with micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} before a gradient arrived at the one before it, "
             "and no loss of one alone gives that: call the model once with both, or judge without --loss"
         )
     return dict(zip(at, weights, strict=True))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lockstep.ground.errors import UserError
 from lockstep.recorded.reference import Reference
 from lockstep.recorder import pieces
-from lockstep.recorder.called import IGNORED, Called, Piece
+from lockstep.recorder.micro_batch import IGNORED, JoinedMicroBatch, Piece
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.rows import StepVerdict
@@ -23,7 +23,9 @@ from lockstep.verdict.rows import StepVerdict
 NEARER = 0.05
 
 
-def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor, found: Computed) -> None:
+def judge(
+    verdict: StepVerdict, micro_batch: JoinedMicroBatch, piece: Piece, ids: torch.Tensor, found: Computed
+) -> None:
     """Judge whether labels were shifted before samples were cut, and whether a piece has the labels of its own tokens.
 
     `ids` (rows, length) are the tokens of the whole samples, and `found` is what the reference gave for the
@@ -35,7 +37,7 @@ def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor,
     inside[[*piece.pieces.seams().tolist(), -1]] = False
     is_lost = _is_lost(piece, ~inside)
     if targets is not None and found.mean.labels:
-        labels = called.tensors[found.mean.labels]
+        labels = micro_batch.tensors[found.mean.labels]
         is_lost = not torch.equal(targets >= 0, torch.isin(labels, torch.tensor(IGNORED), invert=True))
     if is_lost:
         verdict.wrong.append(
@@ -53,15 +55,15 @@ def judge(verdict: StepVerdict, called: Called, piece: Piece, ids: torch.Tensor,
     is_wrong[:, -1] &= (targets[:, seams] < 0).any(1) & (targets[:, -1:] == first_ids).any(1)
     if is_wrong.any() and not is_wrong[:, inside].any():
         verdict.wrong.append(
-            f"the last position of the piece of rank {called.ranks[0]} is not trained to give the token after it: "
+            f"the last position of the piece of rank {micro_batch.ranks[0]} is not trained to give the token after it: "
             "pieces do not lie where their positions say, or labels are shifted after samples were cut"
         )
-    for other, places in zip(piece.all, piece.pieces.places, strict=True):
+    for other, places in zip(piece.members, piece.pieces.places, strict=True):
         if is_wrong[:, inside].any() and len(places) == len(positions):
             known = (targets[:, positions] >= 0) & inside[positions]
             if torch.equal(targets[:, positions][known], next_ids[:, places][known]):
                 verdict.wrong.append(
-                    f"rank {called.ranks[0]} has the labels of the piece of rank {other.ranks[0]}"
+                    f"rank {micro_batch.ranks[0]} has the labels of the piece of rank {other.ranks[0]}"
                 )
 
 
@@ -70,8 +72,12 @@ def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
 
     `last` (length) says which positions of the whole are the last of a piece.
     """
-    gradients = [g for micro_batch in piece.all for g in micro_batch.arrived.values() if g.ndim == 3]
-    whole = piece.pieces.joined([g.any(-1) for g in gradients]) if len(gradients) == len(piece.all) else None
+    gradients = [
+        g for micro_batch in piece.members for g in micro_batch.output_gradients.values() if g.ndim == 3
+    ]
+    whole = (
+        piece.pieces.joined([g.any(-1) for g in gradients]) if len(gradients) == len(piece.members) else None
+    )
     if whole is None:
         return False
     at = last[1:-1].nonzero()[:, 0] + 1
@@ -79,7 +85,7 @@ def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
     return bool(beside.any()) and not bool(whole[:, at][beside].any())
 
 
-def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
+def explain(reference: Reference, micro: list[JoinedMicroBatch], name: str) -> list[str]:
     """Explain why an output of a module, forward/0/MODULE, is wrong, if ranks have pieces of the same samples.
 
     Returns a sentence if positions that begin at 0 in each piece explain the output, and [] if nothing does.
@@ -110,7 +116,7 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
             for positions in (from_zero, torch.arange(cut.length)[None])[not takes_positions :]:
                 assert positions is not None
                 instead = {"position_ids": positions, "attention_mask": mask}
-                trial = replace(members[0], tensors=tensors, instead=instead)
+                trial = replace(members[0], tensors=tensors, replaced_inputs=instead)
                 output = reference.outputs(trial).get(name)
                 # The model may not take as many positions.
                 if output is None:
@@ -129,17 +135,19 @@ def explain(reference: Reference, micro: list[Called], name: str) -> list[str]:
     return []
 
 
-def explain_cache(reference: Reference, called: Called, name: str) -> list[str]:
+def explain_cache(reference: Reference, micro_batch: JoinedMicroBatch, name: str) -> list[str]:
     """Explain why an output of a module is wrong, if the model keeps keys and values, as without use_cache=False.
 
     Returns a sentence if that explains the output, and [] if it does not.
     """
-    recorded = reference.recording.of_modules(reference.step, called).get(name)
+    recorded = reference.recording.of_modules(reference.step, micro_batch).get(name)
     if recorded is None or "use_cache" not in inspect.signature(reference.model.forward).parameters:
         return []
-    as_recorded = replace(called, instead={"use_cache": called.about.plain.get("use_cache")})
+    as_recorded = replace(
+        micro_batch, replaced_inputs={"use_cache": micro_batch.record.plain.get("use_cache")}
+    )
     observed = [recorded[0][1]]
-    with_cache, without = (reference.outputs(trial).get(name) for trial in (as_recorded, called))
+    with_cache, without = (reference.outputs(trial).get(name) for trial in (as_recorded, micro_batch))
     # The reference may not take what the run was called with.
     if with_cache is None or without is None or not explains(observed, [with_cache], [without]):
         return []

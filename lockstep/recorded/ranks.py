@@ -9,7 +9,7 @@ import torch
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.words import and_more
 from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm, shards_of
-from lockstep.recorder.called import Called
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
@@ -27,7 +27,9 @@ class Ranks:
     `micro` are the micro batches that count. `streamed`: memory does not hold a whole model.
     """
 
-    def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called], *, streamed: bool):
+    def __init__(
+        self, recording: Recording, verdict: StepVerdict, micro: list[JoinedMicroBatch], *, streamed: bool
+    ):
         self.recording, self.verdict, self.micro, self.streamed = recording, verdict, micro, streamed
         self.ranks = recording.steps[verdict.step - 1]
         self.replicas = Replicas(recording, verdict, micro)
@@ -208,9 +210,9 @@ class Ranks:
 
     def require_returned(self) -> None:
         """Raise UserError if a loss depends on more of the forward pass than the model returns: no reference knows how."""
-        micro_batch = next((m for m in self.micro if m.about.around is not None), None)
+        micro_batch = next((m for m in self.micro if m.record.around is not None), None)
         if micro_batch is not None:
-            example = f", such as the output of {micro_batch.about.around}" * bool(micro_batch.about.around)
+            example = f", such as the output of {micro_batch.record.around}" * bool(micro_batch.record.around)
             raise UserError(
                 f"the loss of micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} uses tensors of the forward pass that the model does not return{example}: "
                 "return them from forward, or let it keep them in an attribute of the module"
@@ -218,14 +220,14 @@ class Ranks:
 
     def note_losses(self) -> None:
         """Note what the loop gives a loss function that is hardly meant, though one process would compute the same."""
-        odd = [(m, loss) for m in self.micro for loss in m.about.losses if loss.odd]
+        odd = [(m, loss) for m in self.micro for loss in m.record.losses if loss.odd]
         if odd and self.verdict.step == 1:
             micro_batch, loss = odd[0]
             self.verdict.notes.append(
                 f"{loss.function} {printable(loss.odd)} (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
             )
 
-    def judge_unused(self, unused: list[Called]) -> None:
+    def judge_unused(self, unused: list[JoinedMicroBatch]) -> None:
         """Judge the micro batches whose outputs no gradient arrived at.
 
         The first calls of the first step may be a trial, if all micro batches of the last recorded step
@@ -248,7 +250,7 @@ class Ranks:
                 f"micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} does not count: no gradient arrived at what the model returned for it"
             )
 
-    def _is_given_later(self, micro_batch: Called) -> bool:
+    def _is_given_later(self, micro_batch: JoinedMicroBatch) -> bool:
         """Whether the model is called later with what it returned here, as a discriminator with what a generator made.
 
         Only where optimizers take turns: in other loops, what is cut off there was to be trained on, such as
@@ -323,9 +325,11 @@ class Ranks:
     def note_draws(self) -> None:
         """Note ranks that draw the same random numbers for different samples, as their generators have the same state."""
         states = {
-            micro_batch.ranks[0]: micro_batch.random
+            micro_batch.ranks[0]: micro_batch.generator_state
             for micro_batch in self.micro
-            if micro_batch.random is not None and micro_batch.number == 0 and micro_batch.piece is None
+            if micro_batch.generator_state is not None
+            and micro_batch.number == 0
+            and micro_batch.piece is None
         }
         pairs = (
             (rank, other)
@@ -413,7 +417,7 @@ class Ranks:
         Ranks that hold the same weights, whole or the same shards, are data-parallel.
         """
         for one, other in itertools.combinations(self.micro, 2):
-            if one.first is not other.first and one.has_same(other.tensors, other.about):
+            if one.first is not other.first and one.has_inputs(other.tensors, other.record):
                 if _are_views(one, other):
                     self.verdict.views = True
                     continue
@@ -439,14 +443,16 @@ class Ranks:
         No reference has the numbers of both. The samples are not divided, which is judged.
         """
         is_drawn = any(
-            micro_batch.random is not None and len(micro_batch.ranks) > 1 and self._why_undivided(micro_batch)
+            micro_batch.generator_state is not None
+            and len(micro_batch.ranks) > 1
+            and self._why_undivided(micro_batch)
             for micro_batch in self.micro
         )
         if is_drawn:
             self.judge_samples()
         return is_drawn
 
-    def _why_undivided(self, micro_batch: Called) -> str:
+    def _why_undivided(self, micro_batch: JoinedMicroBatch) -> str:
         """Return why the ranks of a micro batch should each have had another one; "" if they have parts of one model."""
         first, *others = micro_batch.ranks
         if set(others) & set(self.ranks[first].data_parallel):
@@ -460,13 +466,13 @@ class Ranks:
         return f"ranks {replicas[0]} and {replicas[1]} hold the same weights: the samples are not divided among the ranks"
 
 
-def _are_views(one: Called, other: Called) -> bool:
+def _are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
     """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
-    states = [micro_batch.random for micro_batch in (one, other)]
+    states = [micro_batch.generator_state for micro_batch in (one, other)]
     draw_apart = states[0] is not None and states[1] is not None and not torch.equal(states[0], states[1])
     # On a GPU, the calls of dropout say so.
-    draw_apart |= one.about.dropouts > 0 and other.about.dropouts > 0
-    return draw_apart and one.ranks == other.ranks and other.about.together
+    draw_apart |= one.record.dropouts > 0 and other.record.dropouts > 0
+    return draw_apart and one.ranks == other.ranks and other.record.together
 
 
 def _on_some_ranks(by_rank: Sequence[set[str]], link: str = " on") -> str:

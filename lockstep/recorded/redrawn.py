@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from lockstep.recorded.reference import Reference
-from lockstep.recorder.called import Called
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.normalisation import Gradients
@@ -38,17 +38,21 @@ def may_be_chance(verdict: StepVerdict) -> bool:
 
 
 def draw_again(
-    plain: Reference, near: Computed, exact: Computed, called: Called, told: dict[str, torch.Tensor]
+    plain: Reference,
+    near: Computed,
+    exact: Computed,
+    micro_batch: JoinedMicroBatch,
+    told: dict[str, torch.Tensor],
 ) -> None:
     """Replace each tensor of `near`, and its loss, by the draw that is farthest from `exact`.
 
-    `near` is what `plain` computed for the micro batch `called`, and `exact` what the reference computed.
+    `near` is what `plain` computed for the micro batch `micro_batch`, and `exact` what the reference computed.
     `told` are the choices that the model is told, as for `Reference.compute`.
     """
     typical = _typical_error(near, exact)
     for number in range(1, DRAWS + 1):
         plain.perturb(number)
-        draw = plain.compute(called, told)
+        draw = plain.compute(micro_batch, told)
         # An error of 0, as of integers, says nothing of a jump.
         if typical and _typical_error(draw, exact) > JUMP * typical:
             continue

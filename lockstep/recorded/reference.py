@@ -14,7 +14,7 @@ from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.streamed import Streamed
-from lockstep.recorder.called import LOG_PROBS, Called
+from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
@@ -97,7 +97,7 @@ class Reference(Model):
 
     def compute(
         self,
-        called: Called,
+        micro_batch: JoinedMicroBatch,
         told: dict[str, torch.Tensor] | None = None,
         written: dict[str, torch.Tensor] | None = None,
         free: Computed | None = None,
@@ -111,20 +111,20 @@ class Reference(Model):
 
         Raises UserError if the model cannot be called again, or returns nothing that was trained.
         """
-        if self.loss is not None and LOG_PROBS in called.arrived:
+        if self.loss is not None and LOG_PROBS in micro_batch.output_gradients:
             raise UserError(
                 "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
             )
         self.gradients.begin()
-        of_means = LOG_PROBS in called.arrived and self._trains_on_means
+        of_means = LOG_PROBS in micro_batch.output_gradients and self._trains_on_means
         try:
-            mode = self._mode(called, told or {})
+            mode = self._mode(micro_batch, told or {})
             self.written = written or {}
             with (
-                self._precision(called, mode),
+                self._precision(micro_batch, mode),
                 _checkpoints_replaced(again=mode.kept_of is None),
             ):
-                return self._compute(called, mode, free, of_means=of_means)
+                return self._compute(micro_batch, mode, free, of_means=of_means)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything
@@ -137,41 +137,51 @@ class Reference(Model):
             why = f"; {COMMUNICATES}" if communicates(error) else ""
             why += f"; of the model, this was left out: {', '.join(left_out[:3])}" * bool(left_out)
             raise CannotComputeError(
-                f"the recorded model cannot be called again with micro batch {called.number} ({type(error).__name__}: {first_line(error)}){why}"
+                f"the recorded model cannot be called again with micro batch {micro_batch.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:
             self.written = {}
 
-    def _compute(self, called: Called, mode: Told, free: Computed | None, *, of_means: bool) -> Computed:
+    def _compute(
+        self, micro_batch: JoinedMicroBatch, mode: Told, free: Computed | None, *, of_means: bool
+    ) -> Computed:
         """Make the forward and the backward pass of `compute`, inside of `mode`.
 
         `of_means`: the loop trains on means of TRL's log-probabilities, as the loss that the model returns
         is.
         """
-        output = self._forward(called)
+        output = self._forward(micro_batch)
         # The calls of cross_entropy in the model's own code
         calls = list(mode.entropies or [])
         loss, logits = outputs_of(output)
-        if logits is not None and LOG_PROBS in called.arrived and not of_means:
-            output[LOG_PROBS] = trl_head.log_probs(called, logits)
-        returned = self._returned(called, output)
+        if logits is not None and LOG_PROBS in micro_batch.output_gradients and not of_means:
+            output[LOG_PROBS] = trl_head.log_probs(micro_batch, logits)
+        returned = self._returned(micro_batch, output)
         # Such as log-probabilities, where TRL replaced the forward method
-        missing = (called.arrived.keys() | called.about.scalars.keys()) - returned.keys()
+        missing = (micro_batch.output_gradients.keys() | micro_batch.record.scalars.keys()) - returned.keys()
         terms: dict[str, Term] = {}
         # The gradients of the loop's own loss and its terms at what the model returned
         dy: dict[str, dict[str, torch.Tensor]] = {}
         # By scalar: the gradient that arrived there in the run, which is how often it counts
-        counts = called.about.scalars
+        counts = micro_batch.record.scalars
         arrived, is_unknown, number = 1.0, False, 0.0
         if self.loss is not None:
-            tensors = self._widened(called.tensors if called.piece is None else called.piece.own)
-            scalars, number, dy = own_loss.computed(self.loss, output, tensors, self.parameters, called.piece)
-            loss, counts = scalars[""], own_loss.arrived(called, dy)
+            tensors = self._widened(
+                micro_batch.tensors if micro_batch.piece is None else micro_batch.piece.inputs
+            )
+            scalars, number, dy = own_loss.computed(
+                self.loss, output, tensors, self.parameters, micro_batch.piece
+            )
+            loss, counts = scalars[""], own_loss.arrived(micro_batch, dy)
             arrived = counts[""] or 1.0
-        elif called.has_own_loss and not missing:
-            loss, logits, arrived = None, self._begin_backward(called, returned), called.about.scale
-        elif (loss := returned.get(called.other_loss or "", loss)) is not None:
-            _require_labels_of_piece(called)
+        elif micro_batch.has_own_loss and not missing:
+            loss, logits, arrived = (
+                None,
+                self._begin_backward(micro_batch, returned),
+                micro_batch.record.scale,
+            )
+        elif (loss := returned.get(micro_batch.loss_name or "", loss)) is not None:
+            _require_labels_of_piece(micro_batch)
             scalars = {name: tensor for name, tensor in returned.items() if tensor.ndim == 0}
             loss_name = next(name for name, tensor in scalars.items() if tensor is loss)
             is_unknown = loss_name not in counts
@@ -182,11 +192,11 @@ class Reference(Model):
             )
         if loss is not None:
             terms = self._terms(loss, scalars, number or 1.0) if free is None else free.terms
-            if terms and called.piece is not None and self.loss is None:
+            if terms and micro_batch.piece is not None and self.loss is None:
                 raise UserError(
                     f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
                 )
-            self._keep_at_returned(called, dy, counts)
+            self._keep_at_returned(micro_batch, dy, counts)
             if logits is not None and logits.requires_grad:
                 logits.retain_grad()
             for name, term in terms.items():
@@ -197,7 +207,7 @@ class Reference(Model):
             if is_unknown:
                 self._drop_backward()
         # A forced pass has one gradient for all terms: the recorded gradients in it are those of their sum.
-        gradients = self._gradients_of_loss(called, arrived, terms if free is None else {})
+        gradients = self._gradients_of_loss(micro_batch, arrived, terms if free is None else {})
         value = None if loss is None else float(loss.detach())
         told = mode.taken({call: name for name, call in (self.calls_of_topk or {}).items()})
         computed = Computed(gradients, value, math.nan if is_unknown else arrived, terms, self.modules, told)
@@ -208,16 +218,19 @@ class Reference(Model):
         if self.exact:
             if value is not None:
                 value -= sum(term.coefficient * term.value for term in terms.values())
-            computed.mean = mean_of(called, value, logits, number)
-            needs_labels = computed.mean.targets is None and called.piece is None
+            computed.mean = mean_of(micro_batch, value, logits, number)
+            needs_labels = computed.mean.targets is None and micro_batch.piece is None
             if computed.at_logits is not None and computed.logits is not None and needs_labels:
                 computed.mean.targets = labels_of(computed.logits, computed.at_logits)
             if logits is None and value is not None:
-                self._look_for_head(called, computed, value, number, calls)
+                self._look_for_head(micro_batch, computed, value, number, calls)
         return computed
 
     def _keep_at_returned(
-        self, called: Called, dy: dict[str, dict[str, torch.Tensor]], counts: Mapping[str, float]
+        self,
+        micro_batch: JoinedMicroBatch,
+        dy: dict[str, dict[str, torch.Tensor]],
+        counts: Mapping[str, float],
     ) -> None:
         """Keep the gradients at what the model returned, of all that was trained on of the loop's own loss.
 
@@ -225,11 +238,16 @@ class Reference(Model):
         """
         for scalar, gradients in dy.items():
             for name, gradient in gradients.items():
-                place = f"backward/{called.number}/returned.{name}"
+                place = f"backward/{micro_batch.number}/returned.{name}"
                 self.modules[place] = self.modules.get(place, 0.0) + counts[scalar] * gradient
 
     def _look_for_head(
-        self, called: Called, computed: Computed, loss: float, number: float, calls: list[Entropy]
+        self,
+        micro_batch: JoinedMicroBatch,
+        computed: Computed,
+        loss: float,
+        number: float,
+        calls: list[Entropy],
     ) -> None:
         """Find the logits of a model that returns its loss alone, and what the loss is then a mean over.
 
@@ -237,37 +255,46 @@ class Reference(Model):
         cross_entropy with them.
         """
         names = [name for name, x in self.modules.items() if name.startswith("forward/") and x.ndim > 1]
-        of_head = mean_of(called, loss, self.modules[names[-1]], number) if names else computed.mean
-        of_calls = mean_of_calls(called, loss, calls, number)
+        of_head = mean_of(micro_batch, loss, self.modules[names[-1]], number) if names else computed.mean
+        of_calls = mean_of_calls(micro_batch, loss, calls, number)
         if of_head.targets is not None:
             computed.mean, self.head = of_head, module_of(names[-1])
         elif of_calls.divisor:
             computed.mean, self.head = of_calls, CROSS_ENTROPY
 
-    def _returned(self, called: Called, output: Any) -> dict[str, torch.Tensor]:
+    def _returned(self, micro_batch: JoinedMicroBatch, output: Any) -> dict[str, torch.Tensor]:
         """Return the tensors that the model returns, and those that it leaves in its modules and is trained on.
 
         Keeps what the run recorded of them because no module returned it.
         """
-        returned, trained = tensors_of(output), called.arrived.keys() | called.about.scalars.keys()
-        recorded = self.recording.steps[self.step - 1][called.ranks[0]].places
+        returned, trained = (
+            tensors_of(output),
+            micro_batch.output_gradients.keys() | micro_batch.record.scalars.keys(),
+        )
+        recorded = self.recording.steps[self.step - 1][micro_batch.ranks[0]].places
         for name, tensor in returned.items():
-            place = f"forward/{called.number}/returned.{name}"
+            place = f"forward/{micro_batch.number}/returned.{name}"
             if place in recorded:
                 self.keep(place, tensor)
         map_left(self.model, lambda name, x: returned.setdefault(name, x) if name in trained else x)
         return returned
 
-    def _begin_backward(self, called: Called, returned: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def _begin_backward(
+        self, micro_batch: JoinedMicroBatch, returned: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
         """Make the backward pass from the recorded gradients at what the model returned.
 
         Returns the tensor that they arrived at, if it is one, or chunks of one; else None.
         """
-        if called.piece is not None:
-            returned = {name: called.piece.cut(tensor) for name, tensor in returned.items()}
-        called.fill_chunks(returned)
-        grads = {name: gradient.to(returned[name].dtype) for name, gradient in called.arrived.items()}
-        grads |= {name: returned[name].new_tensor(number) for name, number in called.about.scalars.items()}
+        if micro_batch.piece is not None:
+            returned = {name: micro_batch.piece.cut(tensor) for name, tensor in returned.items()}
+        micro_batch.add_zero_chunks(returned)
+        grads = {
+            name: gradient.to(returned[name].dtype) for name, gradient in micro_batch.output_gradients.items()
+        }
+        grads |= {
+            name: returned[name].new_tensor(number) for name, number in micro_batch.record.scalars.items()
+        }
         for name, gradient in grads.items():
             if gradient.shape != returned[name].shape:
                 raise UserError(
@@ -275,7 +302,7 @@ class Reference(Model):
                     "so each rank is given a shard of it; return the whole, or a DTensor"
                 )
         torch.autograd.backward([returned[name] for name in grads], list(grads.values()))
-        return called.whole_of([returned[name] for name in grads])
+        return micro_batch.join_chunks([returned[name] for name in grads])
 
     @functools.cached_property
     def _trains_on_means(self) -> bool:
@@ -288,16 +315,18 @@ class Reference(Model):
             trl_head.is_mean(micro_batch)
             for step in range(1, len(self.recording.steps) + 1)
             for micro_batch in self.recording.micro_batches(step)
-            if LOG_PROBS in micro_batch.arrived
+            if LOG_PROBS in micro_batch.output_gradients
         )
 
-    def _gradients_of_loss(self, called: Called, arrived: float, terms: dict[str, Term]) -> Gradients:
+    def _gradients_of_loss(
+        self, micro_batch: JoinedMicroBatch, arrived: float, terms: dict[str, Term]
+    ) -> Gradients:
         """Return the gradients of the loss alone, after a backward pass from the loss and from its further terms.
 
         The pass began with the gradients of the run there: `arrived` at the loss, and `beside` at each of the
         terms.
         """
-        for name, gradient in called.beside.items() if self.loss is None else ():
+        for name, gradient in micro_batch.direct_gradients.items() if self.loss is None else ():
             self.gradients.add(name, gradient.to(self._computed_in(gradient.dtype)))
         kept = self._arrived_gradients()
         if kept and not bool((self.gradients.largest / arrived).isfinite()):
@@ -305,7 +334,7 @@ class Reference(Model):
             if self.streamed:
                 why += "; or a weight is used outside of its module, which needs more --memory"
             raise UserError(
-                f"micro batch {called.number} of rank {called.ranks[0]} has no finite gradient in the reference: {why}"
+                f"micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} has no finite gradient in the reference: {why}"
             )
 
         further = list(terms.values())
@@ -324,7 +353,7 @@ class Reference(Model):
             if value is loss or not value.requires_grad:
                 continue
             others = [x for x in scalars.values() if x.requires_grad and x is not loss and x is not value]
-            if others and name not in self.called.about.scalars:
+            if others and name not in self.called.record.scalars:
                 (gradient,) = torch.autograd.grad(others, value, retain_graph=True, allow_unused=True)
                 # Another term is made of it, and it counts with that one.
                 if gradient is not None:
@@ -350,10 +379,10 @@ class Reference(Model):
             del self.modules[name]
 
 
-def _require_labels_of_piece(called: Called) -> None:
-    if called.piece is not None and called.piece.labels is None:
+def _require_labels_of_piece(micro_batch: JoinedMicroBatch) -> None:
+    if micro_batch.piece is not None and micro_batch.piece.labels is None:
         raise UserError(
-            f"the model is called with pieces of samples, and none of {', '.join(called.tensors)} is named as labels are, so the loss of a piece is not known; "
+            f"the model is called with pieces of samples, and none of {', '.join(micro_batch.tensors)} is named as labels are, so the loss of a piece is not known; "
             "name them labels or targets"
         )
 

@@ -2,8 +2,8 @@
 
 import math
 
-from lockstep.recorder.called import Called
-from lockstep.recorder.recorded_step import Step
+from lockstep.recorder.micro_batch import JoinedMicroBatch
+from lockstep.recorder.recorded_step import StepRecord
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import StepVerdict
 
@@ -14,7 +14,7 @@ SAME_NORM = 1e-5  # relative: ranks may add up the parts of a norm in another or
 class Replicas:
     """The ranks of a recorded step that hold the same parameters. `micro` are the micro batches that count."""
 
-    def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[Called]):
+    def __init__(self, recording: Recording, verdict: StepVerdict, micro: list[JoinedMicroBatch]):
         self.recording, self.verdict, self.micro = recording, verdict, micro
         self.ranks = recording.steps[verdict.step - 1]
 
@@ -82,7 +82,7 @@ class Replicas:
         is_same = bool(factors) and max(factors) - min(factors) <= SAME_NORM * abs(factors[0])
         return factors[0] if is_same and elements > 1 else None
 
-    def _first_replica(self, rank: int, name: str) -> Step:
+    def _first_replica(self, rank: int, name: str) -> StepRecord:
         """Return the record of the first other rank that holds the same shard of a gradient, or of rank 0."""
         record, key = self.ranks[rank], f"gradient/{name}"
         replicas = (other for other in self.ranks.values() if other.places.get(key) == record.places[key])
@@ -104,7 +104,7 @@ class Replicas:
         return float((unclipped[0] - unclipped[1]).norm()) <= SAME_NORM * float(unclipped[0].norm())
 
     @staticmethod
-    def _shares_a_model(first: Step, about: Step) -> bool:
+    def _shares_a_model(first: StepRecord, about: StepRecord) -> bool:
         """Whether two ranks have parts of one model: they hold different shards, which FSDP2 did not make."""
         if about.rank in first.data_parallel:
             return False
@@ -112,7 +112,7 @@ class Replicas:
         return place[0] == place[1] and shards_of(first) != shards_of(about)
 
 
-def shards_of(about: Step) -> str:
+def shards_of(about: StepRecord) -> str:
     """Return where a rank's shards of the weights lie, as a text to be compared."""
     return str([(name, places) for name, places in about.places.items() if name.startswith("weight/")])
 

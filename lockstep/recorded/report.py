@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.ground.files import write_text
 from lockstep.ground.words import and_more
-from lockstep.recorded.run import RunVerdict
+from lockstep.recorded.whole_run import RunVerdict
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.rows import StepVerdict
 

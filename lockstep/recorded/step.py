@@ -17,18 +17,18 @@ from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import redrawn, update
 from lockstep.recorded.counts import Counts
-from lockstep.recorded.free import Free, columns_of
+from lockstep.recorded.free_pass import FreePass, columns_of
+from lockstep.recorded.loss_weights import LossWeights
 from lockstep.recorded.model import tf32_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorded.weights import Weighed
-from lockstep.recorder.called import LOG_PROBS, shares_of
+from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
-from lockstep.verdict.alone import following, sentence
 from lockstep.verdict.gpu_arithmetic import arithmetic_of
 from lockstep.verdict.judgement import Judgement, zeros_of
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.module_results import following, sentence
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.rows import StepVerdict, Wrong, described
 
@@ -99,18 +99,20 @@ class _Step:
         self.redraws = redraws  # the yardstick is the farthest of several draws
         every = recording.micro_batches(step)
         self.thrown_away = (
-            [micro_batch for micro_batch in every if micro_batch.about.zeroed] if self._discards() else []
+            [micro_batch for micro_batch in every if micro_batch.record.zeroed] if self._discards() else []
         )
-        every = [micro_batch for micro_batch in every if not (self.thrown_away and micro_batch.about.zeroed)]
-        self.unused = [micro_batch for micro_batch in every if not micro_batch.about.used]
-        used = [micro_batch for micro_batch in every if micro_batch.about.used]
-        pieces = max(1 if micro_batch.piece is None else len(micro_batch.piece.all) for micro_batch in used)
+        every = [micro_batch for micro_batch in every if not (self.thrown_away and micro_batch.record.zeroed)]
+        self.unused = [micro_batch for micro_batch in every if not micro_batch.record.used]
+        used = [micro_batch for micro_batch in every if micro_batch.record.used]
+        pieces = max(
+            1 if micro_batch.piece is None else len(micro_batch.piece.members) for micro_batch in used
+        )
         number = len({id(micro_batch.first) for micro_batch in used})
         self.verdict = StepVerdict(
-            step, micro_batches=number, shares=len(set(shares_of(used))), pieces=pieces
+            step, micro_batches=number, shares=len(set(data_parallel_shares(used))), pieces=pieces
         )
         wholes = {
-            id(micro_batch.first): micro_batch.piece.all
+            id(micro_batch.first): micro_batch.piece.members
             for micro_batch in used
             if micro_batch.piece is not None
         }
@@ -188,7 +190,11 @@ class _Step:
             )
         if problem and all(micro_batch.is_zero for micro_batch in self.micro):
             return self._leave("nothing but zeros arrives at what the model returned")
-        if problem and all(micro_batch.about.loss == 0 for micro_batch in self.micro) and not self._arrives():
+        if (
+            problem
+            and all(micro_batch.record.loss == 0 for micro_batch in self.micro)
+            and not self._arrives()
+        ):
             return self._leave("its loss and its gradient are 0")
         if problem and self._arrives() is False:
             return self._leave("no gradient other than zero arrives at any module, as where no label counts")
@@ -248,7 +254,7 @@ class _Step:
 
     def _say_unjudged(self) -> None:
         """Say which parts of the gradient, and which tensors, are not judged."""
-        beside = {name for micro_batch in self.micro for name in micro_batch.beside}
+        beside = {name for micro_batch in self.micro for name in micro_batch.direct_gradients}
         if beside and self.loss is None:
             self.verdict.leave(
                 f"the part of the gradient of {and_more(sorted(beside))} that the loop's own loss gives it by itself is not judged"
@@ -269,7 +275,7 @@ class _Step:
         the place among the sentences of the verdict after those about modules).
         """
         verdict = self.verdict
-        self.free = Free(
+        self.free = FreePass(
             self.recording,
             verdict,
             self.micro,
@@ -296,7 +302,7 @@ class _Step:
             numbers = {len(records[0].micro_batches) for records in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
-            weighed = Weighed(
+            weighed = LossWeights(
                 verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
             )
             loss_weights = weighed.judge(fitted, again, expect)
@@ -377,7 +383,7 @@ class _Step:
             self.free.alone.add(micro_batch, *self.free.recorded(micro_batch), exact, near)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         is_known = self.verdict.pieces == 1 and not any(
-            LOG_PROBS in micro_batch.arrived for micro_batch in self.micro
+            LOG_PROBS in micro_batch.output_gradients for micro_batch in self.micro
         )
         distances = {row.name: row.distance for row in self.verdict.rows if row.kind == "gradient"}
         entries = {
@@ -399,7 +405,7 @@ class _Step:
 
     def _lowered(self) -> set[str]:
         """Return the dtypes other than float32 and float64 that the step was computed in."""
-        about = self.micro[0].about
+        about = self.micro[0].record
         names = {about.autocast, about.param_dtype, *(str(grad.dtype) for grad in self.gradients.values())}
         return {name for name in names if name is not None} - {"torch.float32", "torch.float64"}
 

@@ -16,8 +16,8 @@ import torch
 from lockstep.ground.words import and_more
 from lockstep.recorded import pieces
 from lockstep.recorded.reference import Reference
-from lockstep.recorder.called import Called
 from lockstep.recorder.hashes import digest
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import MULTIPLE
@@ -33,7 +33,9 @@ MOVED = 0.01
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 
-def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], computed: list[Computed]) -> None:
+def judge(
+    verdict: StepVerdict, reference: Reference, micro: list[JoinedMicroBatch], computed: list[Computed]
+) -> None:
     """Add sentences to the verdict. `reference` is in float64; `computed` is what it gave for each micro batch."""
     _judge_ties(verdict, reference.model)
     tried: set[str] = set()
@@ -62,11 +64,11 @@ def judge(verdict: StepVerdict, reference: Reference, micro: list[Called], compu
 
 
 def _judge_staleness(
-    verdict: StepVerdict, model: torch.nn.Module, micro: list[Called], computed: list[Computed]
+    verdict: StepVerdict, model: torch.nn.Module, micro: list[JoinedMicroBatch], computed: list[Computed]
 ) -> None:
     """Judge whether one micro batch has the labels of another."""
     # By the hash of labels: the micro batch whose tokens they follow
-    known: dict[int, Called] = {}
+    known: dict[int, JoinedMicroBatch] = {}
     for micro_batch, result in zip(micro, computed, strict=True):
         labels, name = micro_batch.tensors.get(result.mean.labels), _ids_name(model, micro_batch, result)
         targets = result.mean.targets
@@ -85,7 +87,7 @@ def _judge_staleness(
             return
 
 
-def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Called]) -> None:
+def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[JoinedMicroBatch]) -> None:
     """Judge whether replicas compute alike.
 
     Their buffers and attributes may differ where nothing in training depends on them, such as a batch norm's averages.
@@ -105,20 +107,26 @@ def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Calle
             return
 
 
-def note_buffers(verdict: StepVerdict, called: Called, exact: Reference, near: Reference) -> None:
+def note_buffers(
+    verdict: StepVerdict, micro_batch: JoinedMicroBatch, exact: Reference, near: Reference
+) -> None:
     """Note buffers, such as a batch norm's statistics, if the next pass does not begin with what a forward pass leaves.
 
     The passes over a micro batch in float64 and in the run's dtypes have just been made. Only rank 0 is looked at: DDP
     sends its buffers to the others.
     """
-    recording, step, later = exact.recording, verdict.step, replace(called, number=called.number + 1)
+    recording, step, later = (
+        exact.recording,
+        verdict.step,
+        replace(micro_batch, number=micro_batch.number + 1),
+    )
     if later.number == len(recording.steps[step - 1][0].micro_batches):
         step, later.number = step + 1, 0
-    if called.ranks[0] or step > len(recording.steps):
+    if micro_batch.ranks[0] or step > len(recording.steps):
         return
     # Before this pass, before the next one, and after this pass in the run's dtypes
     states = (
-        recording.buffers(verdict.step, called),
+        recording.buffers(verdict.step, micro_batch),
         recording.buffers(step, later),
         dict(near.model.named_buffers()),
     )
@@ -154,7 +162,7 @@ def _judge_ties(verdict: StepVerdict, model: torch.nn.Module) -> None:
                 return
 
 
-def _ids_name(model: torch.nn.Module, micro_batch: Called, result: Computed) -> str | None:
+def _ids_name(model: torch.nn.Module, micro_batch: JoinedMicroBatch, result: Computed) -> str | None:
     """Return the name of the input with the tokens: the first of integers with two dims.
 
     It has the targets' dims, if there are targets. Of an encoder and a decoder, it is the decoder's: what the encoder
@@ -181,7 +189,7 @@ def _ids_name(model: torch.nn.Module, micro_batch: Called, result: Computed) -> 
 
 
 def _judge_targets(
-    verdict: StepVerdict, reference: Reference, micro_batch: Called, name: str, result: Computed
+    verdict: StepVerdict, reference: Reference, micro_batch: JoinedMicroBatch, name: str, result: Computed
 ) -> None:
     """Judge whether each position is trained to give the next token, and padding none.
 
@@ -216,7 +224,7 @@ def _judge_targets(
             )
 
 
-def _judge_padding(verdict: StepVerdict, micro_batch: Called, ids: str) -> None:
+def _judge_padding(verdict: StepVerdict, micro_batch: JoinedMicroBatch, ids: str) -> None:
     """Judge whether the loop's own loss, whatever it is, sends a gradient to what the model returned for padding.
 
     `ids` is the name of the input with the tokens.
@@ -225,7 +233,7 @@ def _judge_padding(verdict: StepVerdict, micro_batch: Called, ids: str) -> None:
     if not mask:
         return
     padding = _only_padding(micro_batch.tensors[mask])
-    for name, gradient in micro_batch.arrived.items():
+    for name, gradient in micro_batch.output_gradients.items():
         if gradient.shape[:2] == padding.shape and gradient[padding].any():
             verdict.wrong.append(
                 f"the loss depends on returned.{name} at padding, which {mask} leaves out (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
@@ -242,7 +250,7 @@ def _only_padding(mask: torch.Tensor) -> torch.Tensor:
     return padding & torch.cat([padding[:, 1:], padding[:, -1:]], 1)
 
 
-def _mask(micro_batch: Called, name: str) -> str:
+def _mask(micro_batch: JoinedMicroBatch, name: str) -> str:
     """Return the name of the input that says what is padding among the tokens of the input `name`; "" if none does.
 
     That is attention_mask, or another one that leaves out a single token id. The mask of an encoder says nothing of a
@@ -292,7 +300,7 @@ def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:
 def _judge_leaks(
     verdict: StepVerdict,
     reference: Reference,
-    micro_batch: Called,
+    micro_batch: JoinedMicroBatch,
     ids: str,
     targets: torch.Tensor | None,
     tried: set[str],
@@ -325,7 +333,11 @@ def _judge_leaks(
 
 
 def _change(
-    reference: Reference, micro_batch: Called, ids: str, original: torch.Tensor, changed: torch.Tensor
+    reference: Reference,
+    micro_batch: JoinedMicroBatch,
+    ids: str,
+    original: torch.Tensor,
+    changed: torch.Tensor,
 ) -> torch.Tensor | None:
     """Return by how much each logit changes from `original` with other tokens at the places that are `changed`.
 
@@ -340,7 +352,7 @@ def _change(
     return None
 
 
-def _is_causal(reference: Reference, micro_batch: Called, name: str, along: int) -> bool:
+def _is_causal(reference: Reference, micro_batch: JoinedMicroBatch, name: str, along: int) -> bool:
     """Whether the logits of the first half along a dim depend on no token of the second.
 
     False if it is not known, as of a model that takes no other tokens. `name` is that of the input with the tokens.
@@ -357,7 +369,7 @@ def _is_causal(reference: Reference, micro_batch: Called, name: str, along: int)
 
 
 def _trials(
-    micro_batch: Called, tokens: torch.Tensor, targets: torch.Tensor | None
+    micro_batch: JoinedMicroBatch, tokens: torch.Tensor, targets: torch.Tensor | None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, str]]:
     """Return trials by name: (which tokens are changed, where logits are looked at, what is wrong if they change)."""
     mask = micro_batch.tensors.get("attention_mask")
@@ -381,7 +393,7 @@ def _trials(
     return trials
 
 
-def _second_documents(micro_batch: Called, masked: torch.Tensor) -> dict[str, torch.Tensor]:
+def _second_documents(micro_batch: JoinedMicroBatch, masked: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return where the second document of each row begins, by the name of an input that says so; 0 in a row of one."""
     documents = {}
     for name, tensor in micro_batch.tensors.items():

@@ -314,7 +314,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def set_state(model: torch.nn.Module, values: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Set attributes of modules to values as `state_of` of lockstep/recorder/state.py returns them.
+    """Set attributes of modules to values as `state_of` of lockstep/recorder/module_state.py returns them.
 
     The tensors that are in the values are copied.
     """

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.recorder import tree, wrapped
-from lockstep.recorder.kept import Kept
 from lockstep.recorder.optimizers import clip_by, described
 from lockstep.recorder.patches import replace
 from lockstep.recorder.step import harmless
+from lockstep.recorder.step_tensors import StepTensors
 
 
 class Recorder(Protocol):
     """The part of the recorder (lockstep/recorder/recorder.py) that is used here."""
 
     model: torch.nn.Module
-    kept: Kept
+    kept: StepTensors
     micro: list[dict[str, Any]]
     clips: list[dict[str, Any]]
     optimizers: list[dict[str, Any]]

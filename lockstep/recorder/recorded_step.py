@@ -39,7 +39,7 @@ class SeenLoss(Strict):
     odd: str = ""  # what the function is given that is hardly meant, to be read after its name
 
 
-class MicroBatch(Strict):
+class MicroBatchRecord(Strict):
     """A training call of the model: what it was called with, and what arrived at what it returned."""
 
     tensors: list[Name]  # by name: what the model was called with, and what the loop noted for the call
@@ -145,7 +145,7 @@ class Place(Strict):
         )
 
 
-class Step(Strict):
+class StepRecord(Strict):
     """What one rank recorded of one step."""
 
     format: int
@@ -158,7 +158,7 @@ class Step(Strict):
     groups: list[list[Whole]] = []  # of ranks that communicate
     frozen: list[Name]  # parameters that require no gradient
     attributes: dict[Name, Any] = {}  # as MODULE:NAME, as they were when the recording began
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatchRecord]
     clips: list[Clip]
     optimizers: list[Optimizer]
     # The order of a parameter's dims in memory, if it is not the usual one

@@ -50,8 +50,8 @@ from lockstep.ground.errors import UserError
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder import (
     deepspeed_engine,
-    divided,
-    dropped,
+    divided_attributes,
+    dropout_masks,
     losses,
     parallelism,
     patches,
@@ -59,12 +59,12 @@ from lockstep.recorder import (
     wrapped,
 )
 from lockstep.recorder.copies import copy_of, reached_beside
-from lockstep.recorder.kept import digest_of, generators, order_of
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks
+from lockstep.recorder.module_state import state_of
 from lockstep.recorder.optimizers import PLAIN
-from lockstep.recorder.state import state_of
 from lockstep.recorder.step import harmless
+from lockstep.recorder.step_tensors import digest_of, generators, order_of
 from lockstep.recorder.updates import Updates
 from lockstep.recorder.whole_run import Loaders, WholeRun
 
@@ -111,7 +111,7 @@ class Recorder(Updates):
         self.removing.append(patches.see_asking())
         # Called when the model is called first
         self.when_complete: Callable[[], None] = lambda: None
-        self.removing.append(dropped.see_dropout(self._records_dropout, self._see_dropout))
+        self.removing.append(dropout_masks.see_dropout(self._records_dropout, self._see_dropout))
         self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         losses.WATCHING.append(self._see_loss)
         self.removing.append(functools.partial(losses.WATCHING.remove, self._see_loss))
@@ -322,7 +322,7 @@ class Recorder(Updates):
         number, about = len(self.micro) - 1, self.micro[-1]
         mask = kept()
         if mask is not None:
-            self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropped.packed(mask))
+            self.kept.keep(f"dropped/{number}/{about['dropouts']}", dropout_masks.packed(mask))
         about["dropouts"] += 1
 
     def _is_compiled(self) -> bool:
@@ -517,7 +517,7 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record the first `steps` steps of the loop inside. An earlier recording in the folder is replaced."""
     recorder = Recorder(model, Path(folder), steps, modules)
-    recorder.when_complete = divided.see_divisions()
+    recorder.when_complete = divided_attributes.see_divisions()
     recorder.removing.append(losses.see_losses())
     try:
         yield recorder

@@ -14,15 +14,15 @@ from lockstep.ground import user_file
 from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
-from lockstep.recorder import building, dropped
-from lockstep.recorder.called import Called, put_together, require_whole
+from lockstep.recorder import building, dropout_masks
+from lockstep.recorder.micro_batch import JoinedMicroBatch, join_pieces, require_whole
 from lockstep.recorder.module_hooks import module_of
-from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, Step
+from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, StepRecord
 
 REMEDY = "record again"
 
 
-def _require_places(step: Step, path: Path) -> None:
+def _require_places(step: StepRecord, path: Path) -> None:
     """Raise UserError unless the step says which shape each tensor has, and where each block lies in it."""
     for name, places in step.places.items():
         full, blocks = (places[0].full if places else None), places[1:]
@@ -65,7 +65,7 @@ class Recording:
             raise UserError(f"{path} is no model of this version's recordings; {REMEDY}")
         self.tree = content["tree"]
         self.origin = validate(Origin, content.get("origin", {}), path, REMEDY)
-        self.steps: list[dict[int, Step]] = []
+        self.steps: list[dict[int, StepRecord]] = []
         while (folder / f"rank_0/step_{len(self.steps) + 1}.json").is_file():
             self.steps.append(self._step(len(self.steps) + 1))
         if not self.steps:
@@ -73,9 +73,9 @@ class Recording:
                 f"{folder}: no optimizer's step was recorded; the recorded model must be trained, in training mode, by a torch optimizer"
             )
 
-    def _step(self, number: int) -> dict[int, Step]:
+    def _step(self, number: int) -> dict[int, StepRecord]:
         """Return what each rank recorded of a step, by rank."""
-        records: dict[int, Step] = {}
+        records: dict[int, StepRecord] = {}
         world_size = 1
         while len(records) < world_size:
             rank = len(records)
@@ -84,7 +84,7 @@ class Recording:
                 raise UserError(
                     f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
                 )
-            records[rank] = validate(Step, read_json(path), path, REMEDY)
+            records[rank] = validate(StepRecord, read_json(path), path, REMEDY)
             _require_places(records[rank], path)
             world_size = records[0].world_size
         return records
@@ -167,27 +167,29 @@ class Recording:
         """Return the first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
-    def dropped(self, step: int, called: Called, call: int, shape: torch.Size) -> torch.Tensor | None:
+    def dropped(
+        self, step: int, micro_batch: JoinedMicroBatch, call: int, shape: torch.Size
+    ) -> torch.Tensor | None:
         """Return which elements the `call`-th call of dropout in the forward pass kept; None if not seen."""
-        rank = called.ranks[0]
-        name = f"dropped/{called.number}/{call}"
+        rank = micro_batch.ranks[0]
+        name = f"dropped/{micro_batch.number}/{call}"
         if name not in self._file(rank, step).keys():  # noqa: SIM118 - of a file
             return None
         try:
-            return dropped.unpacked(self._tensor(rank, step, name), shape)
+            return dropout_masks.unpacked(self._tensor(rank, step, name), shape)
         except ValueError as error:
             raise UserError(f"{self._path(rank, step)}: {name}: {error}; {REMEDY}") from error
 
-    def buffers(self, step: int, called: Called) -> dict[str, torch.Tensor]:
+    def buffers(self, step: int, micro_batch: JoinedMicroBatch) -> dict[str, torch.Tensor]:
         """Return the model's buffers before a micro batch, and the tensors among its attributes.
 
         They are those of the first rank that was called with the micro batch.
         """
-        rank = called.ranks[0]
+        rank = micro_batch.ranks[0]
         places = self.steps[step - 1][rank].places
         # A buffer is recorded for the micro batches before which it has changed.
         recorded_as: dict[str, str] = {}
-        for number in range(called.number + 1):
+        for number in range(micro_batch.number + 1):
             prefix = f"buffer/{number}/"
             recorded_as |= {name.removeprefix(prefix): name for name in places if name.startswith(prefix)}
         buffers = {}
@@ -197,16 +199,18 @@ class Recording:
             buffers[buffer_name] = self.whole(step, name, ranks)[0]
         return buffers
 
-    def _arrived(self, step: int, called: Called, first: str) -> dict[str, torch.Tensor]:
+    def _arrived(self, step: int, micro_batch: JoinedMicroBatch, first: str) -> dict[str, torch.Tensor]:
         """Return the gradients other than zero that arrived from the loop, whose names begin with `first`."""
-        places = self.steps[step - 1][called.ranks[0]].places
+        places = self.steps[step - 1][micro_batch.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
         # Ranks that hold the other parts may have been called with other samples. The verdict then says so.
-        needs_all_ranks = self.parted(step, called) or not all(
-            self._have_all_of(step, name, called.ranks) for name in names
+        needs_all_ranks = self.parted(step, micro_batch) or not all(
+            self._have_all_of(step, name, micro_batch.ranks) for name in names
         )
         gradients = {
-            name.removeprefix(first): self.whole(step, name, None if needs_all_ranks else called.ranks)[0]
+            name.removeprefix(first): self.whole(step, name, None if needs_all_ranks else micro_batch.ranks)[
+                0
+            ]
             for name in names
         }
         return {name: gradient for name, gradient in gradients.items() if gradient.any()}
@@ -233,39 +237,41 @@ class Recording:
         ]
         return list(dict.fromkeys(name.removeprefix(prefix) for name in names))
 
-    def of_modules(self, step: int, called: Called) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    def of_modules(
+        self, step: int, micro_batch: JoinedMicroBatch
+    ) -> dict[str, list[tuple[int, torch.Tensor]]]:
         """Return what modules returned for a micro batch, and the gradients that arrived there.
 
         They are forward/MICRO_BATCH/MODULE -> [(rank, tensor)], and backward/MICRO_BATCH/MODULE. A tensor
         that every rank has a part of is made whole, and is listed for the first of these ranks only.
         """
         tensors: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        prefixes = (f"forward/{called.number}/", f"backward/{called.number}/")
-        for rank in called.ranks:
+        prefixes = (f"forward/{micro_batch.number}/", f"backward/{micro_batch.number}/")
+        for rank in micro_batch.ranks:
             for name, places in self.steps[step - 1][rank].places.items():
                 if not name.startswith(prefixes):
                     continue
                 if [place.shape for place in places[1:]] == [places[0].full]:
                     tensors.setdefault(name, []).append((rank, self._tensor(rank, step, f"{name}#0")))
                 elif name not in tensors:
-                    tensors[name] = [(rank, self.whole(step, name, called.ranks)[0])]
+                    tensors[name] = [(rank, self.whole(step, name, micro_batch.ranks)[0])]
         return tensors
 
-    def parted(self, step: int, called: Called) -> tuple[str, int] | None:
+    def parted(self, step: int, micro_batch: JoinedMicroBatch) -> tuple[str, int] | None:
         """Return an output that the ranks of a micro batch do not hold all of; None if there is none.
 
         It is returned as (the module, a rank that was not called with the micro batch and holds the rest).
         """
         records = self.steps[step - 1]
-        prefixes = (f"forward/{called.number}/", f"backward/{called.number}/returned.")
-        for name, (whole, *blocks) in records[called.ranks[0]].places.items():
+        prefixes = (f"forward/{micro_batch.number}/", f"backward/{micro_batch.number}/returned.")
+        for name, (whole, *blocks) in records[micro_batch.ranks[0]].places.items():
             if not name.startswith(prefixes) or [block.shape for block in blocks] == [whole.full]:
                 continue
             starts = {
                 rank: {tuple(block.start or ()) for block in record.places.get(name, [])[1:]}
                 for rank, record in records.items()
             }
-            held = set.union(*(starts[rank] for rank in called.ranks))
+            held = set.union(*(starts[rank] for rank in micro_batch.ranks))
             other_rank = next((rank for rank, of_rank in starts.items() if of_rank - held), None)
             if other_rank is not None:
                 return module_of(name), other_rank
@@ -351,48 +357,51 @@ class Recording:
         names = self.steps[step - 1][rank].micro_batches[number].tensors
         return {name: self._tensor(rank, step, f"batch/{number}/{name}") for name in names}
 
-    def micro_batches(self, step: int) -> list[Called]:
+    def micro_batches(self, step: int) -> list[JoinedMicroBatch]:
         """Return the micro batches of a step.
 
         One that several ranks have, bit for bit and at the same place, counts once.
 
         Pieces of the same samples get the tensors of all pieces. Raises UserError for what cannot be judged.
         """
-        merged: list[Called] = []
+        merged: list[JoinedMicroBatch] = []
         for rank, record in self.steps[step - 1].items():
             for number, about in enumerate(record.micro_batches):
                 if about.elsewhere:
                     continue
                 tensors = self.batch(step, rank, number)
                 same = next(
-                    (same for same in merged if same.number == number and same.has_same(tensors, about)), None
+                    (same for same in merged if same.number == number and same.has_inputs(tensors, about)),
+                    None,
                 )
                 if same is None:
                     random = self._tensor(rank, step, f"random/{number}") if about.drawn else None
                     name = f"target/{number}"
                     has_targets = name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
                     targets = self._tensor(rank, step, name) if has_targets else None
-                    same = Called(number, [], about, tensors, random=random, targets=targets)
+                    same = JoinedMicroBatch(
+                        number, [], about, tensors, generator_state=random, targets=targets
+                    )
                     merged.append(same)
                 same.ranks.append(rank)
                 if about.loss is not None:
                     same.losses[rank] = about.loss
         for called in merged:
             prefix = f"backward/{called.number}/returned."
-            called.arrived = self._arrived(step, called, prefix)
-            called.beside = self._arrived(step, called, f"beside/{called.number}/")
+            called.output_gradients = self._arrived(step, called, prefix)
+            called.direct_gradients = self._arrived(step, called, f"beside/{called.number}/")
             places = self.steps[step - 1][called.ranks[0]].places
-            called.of_tensors = any(name.startswith(prefix) for name in places)
-        differentiated = next((called for called in merged if called.about.differentiated), None)
+            called.has_output_gradients = any(name.startswith(prefix) for name in places)
+        differentiated = next((called for called in merged if called.record.differentiated), None)
         if differentiated is not None:
             raise UserError(
                 f"{self._path(differentiated.ranks[0], step)}: the gradient at what the model returned for micro batch {differentiated.number} is differentiated again "
                 "(create_graph=True), as by a gradient penalty; record a run without it, or let the model return the penalty"
             )
-        put_together(merged, [group for record in self.steps[step - 1].values() for group in record.groups])
+        join_pieces(merged, [group for record in self.steps[step - 1].values() for group in record.groups])
         for called in merged:
             require_whole(called)
-        if not any(called.about.used for called in merged):
+        if not any(called.record.used for called in merged):
             raise UserError(
                 f"{self._path(0, step)}: no gradient arrived at what the model returned: it returns no tensors, or the loss does not use them; "
                 "let it return them in a tuple, a list, a dict or the fields of an object"

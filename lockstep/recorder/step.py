@@ -20,11 +20,11 @@ from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
 from lockstep.recorder import parallelism, patches, tree, wrapped
-from lockstep.recorder.kept import Kept, copied
 from lockstep.recorder.module_hooks import ModuleHooks, matches
+from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
 from lockstep.recorder.recorded_step import FORMAT
-from lockstep.recorder.state import state_of
+from lockstep.recorder.step_tensors import StepTensors, copied
 from lockstep.recorder.whole_run import WholeRun
 
 
@@ -32,7 +32,7 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a hook of a recorder: an error ends the recording, and not the training that it watches. A usage error ends both."""
 
     @functools.wraps(hook)
-    def call(recorder: "Recorded", *arguments: Any, **options: Any) -> Any:
+    def call(recorder: "StepRecorder", *arguments: Any, **options: Any) -> Any:
         if recorder.given_up:
             return None
         try:
@@ -51,7 +51,7 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
 LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
 
-class Recorded:
+class StepRecorder:
     """What one rank records. `model` is the model itself or one that is wrapped already."""
 
     whole_run: WholeRun
@@ -166,7 +166,7 @@ class Recorded:
 
     def _begin(self) -> None:
         """Begin a step."""
-        self.kept = Kept(self.plain_shards, self.last_digests)
+        self.kept = StepTensors(self.plain_shards, self.last_digests)
         # A dict for each micro batch: the fields of lockstep/recorder/recorded_step.py's MicroBatch
         self.micro: list[dict[str, Any]] = []
         # What the model was called with, by id. It is not kept alive, as a graph may hang on it.

@@ -27,7 +27,7 @@ import torch
 
 from lockstep.ground import origin, user_file
 from lockstep.recorder import process_group
-from lockstep.recorder.state import OF_PROCESSES
+from lockstep.recorder.module_state import OF_PROCESSES
 from lockstep.recorder.tree import (
     MAIN,
     PACKAGES,

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
-from lockstep.recorder import deepspeed_layers, divided, functions, process_group, quantized
+from lockstep.recorder import deepspeed_layers, divided_attributes, functions, process_group, quantized
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
@@ -110,7 +110,7 @@ class Describing:
                 self.tensors.setdefault(id(tensor), clean(name))
         # By id, the numbers of the objects that were described
         self.objects: dict[int, int] = {}
-        self.sizes = divided.sizes_of(model)
+        self.sizes = divided_attributes.sizes_of(model)
         # The ids of functions that are being described
         self.inside: set[int] = set()
         # Names of the script that functions without a name read
@@ -146,7 +146,7 @@ class Describing:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
             kind, values = quantized.before(module)
-        values |= divided.wholes(module, self.sizes)
+        values |= divided_attributes.wholes(module, self.sizes)
         attributes = self.values(values, name)
         for key in values.keys() - attributes.keys():
             # Libraries put private attributes there, such as a loss for shards of the vocabulary. A class works without them.

@@ -14,14 +14,14 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorder import patches, wrapped
-from lockstep.recorder.kept import digest_of, order_of
 from lockstep.recorder.optimizers import described
-from lockstep.recorder.step import Recorded, harmless
+from lockstep.recorder.step import StepRecorder, harmless
+from lockstep.recorder.step_tensors import digest_of, order_of
 
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-class Updates(Recorded):
+class Updates(StepRecorder):
     """Has the hooks on optimizers, and on what is done with gradients before the optimizers step."""
 
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lockstep.dumps.trace import Function, Given, Named
 from lockstep.ground.errors import UserError
-from lockstep.recorder.called import Called
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
 FACTORIES = {"rand", "randn"}
@@ -132,21 +132,21 @@ def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named)
     return drawn.double() if drawn.is_floating_point() else drawn
 
 
-def require_known(called: Called, data_parallel: list[int], dtypes: set[torch.dtype]) -> None:
+def require_known(micro_batch: JoinedMicroBatch, data_parallel: list[int], dtypes: set[torch.dtype]) -> None:
     """Raise UserError for a micro batch whose random numbers one process cannot draw again.
 
     `data_parallel` are ranks that share no sample, `dtypes` those of the weights.
     """
-    if called.random is None:
+    if micro_batch.generator_state is None:
         return
     reason = ""
-    if called.about.compiled:
+    if micro_batch.record.compiled:
         reason = "by code that torch.compile made"
-    elif called.piece is not None or not {*called.ranks[1:]} <= {*data_parallel}:
+    elif micro_batch.piece is not None or not {*micro_batch.ranks[1:]} <= {*data_parallel}:
         reason = "by each of several ranks that have parts of its samples or of the model"
     elif torch.float64 in dtypes:
         reason = "in float64"
     if reason:
         raise UserError(
-            f"random numbers were drawn in the forward pass over micro batch {called.number} {reason}, and the reference would draw others; {INSTEAD}"
+            f"random numbers were drawn in the forward pass over micro batch {micro_batch.number} {reason}, and the reference would draw others; {INSTEAD}"
         )

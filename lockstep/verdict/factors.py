@@ -23,7 +23,8 @@ RATE = 1e-6  # of false alarms in a run, over all its projections
 BLOCKS = 32  # that a dim is cut into, at most
 # Sums of a tensor, at most. Of a larger tensor, neighbours in a row are summed first.
 SUMS = 2**18
-LEAST = 16  # nonzero elements that a part needs; columns, too
+LEAST = 16  # nonzero elements that a part needs
+LEAST_COLUMNS = 8  # of a part
 FEWEST = 2.0  # degrees of freedom that a standard error needs
 # An element that is smaller in float64 than this share of the tensor's largest is zero in exact arithmetic
 ZERO = 2.0**-40
@@ -223,6 +224,7 @@ def project(
     results = (_project_cut(products, sizes, blocks, of_columns) for _, blocks, of_columns in cuts)
     excess, size, variances, fourths = (np.concatenate(arrays, -1) for arrays in zip(*results, strict=True))
     freedom = ratio(np.square(variances), fourths, otherwise=1.0) - 1
+    # The size of errors that columns share is taken as known.
     freedom[2] = MANY
     parts = [part for parts_of_cut, _, _ in cuts for part in 2 * parts_of_cut]
     return Projections(name, tuple(right.shape), parts, excess, ratio(np.sqrt(variances), size), freedom)
@@ -275,7 +277,7 @@ def _cuts(shape: torch.Size, together: int, is_weight: bool) -> list[Cut]:
     for dim, length in enumerate(shape):
         is_column = len(shape) > 1 and dim == len(shape) - 1
         size, unit = (columns, together) if is_column else (length, 1)
-        num_blocks = min(BLOCKS, size // LEAST if is_column else size, shape.numel() // LEAST)
+        num_blocks = min(BLOCKS, size // LEAST_COLUMNS if is_column else size, shape.numel() // LEAST)
         if num_blocks < 2:
             continue
         blocks = np.array_split(np.arange(size), num_blocks)
@@ -299,8 +301,8 @@ def _project_cut(
     `blocks` has the part that each row is in, or each column if `of_columns`.
 
     Errors may be each element's own, or shared by a row. They may be shared by a column, too: where a bias is large, its column
-    has nearly one value in all rows, and all of these round to the same side. A part may have few columns, so the size of these
-    errors is taken as known.
+    has nearly one value in all rows, and all of these round to the same side. A part of few columns does not say how large
+    such errors are, so their size is that of all columns.
     """
     if of_columns:
         products, sizes = products.swapaxes(1, 2), sizes.swapaxes(1, 2)
@@ -321,4 +323,10 @@ def _project_cut(
         # Of the lines that are cut into parts, and of those across
         lines = member @ line, cross.sum(-1, keepdims=True)
         moments.append(np.stack([member @ entry.sum(-1, keepdims=True), *lines[:: -1 if of_columns else 1]]))
+    if of_columns and len(blocks) < LEAST * len(member):
+        squares = np.square(line_sizes)
+        # Each part's own excess is taken off its columns' errors.
+        correction = len(blocks) / (len(blocks) - len(member))
+        shared = ratio(moments[0][2].sum(1, keepdims=True) * correction, squares.sum(1, keepdims=True))
+        moments[0][2] = shared * (member @ squares)
     return excess.ravel(), size.ravel(), *(moment.reshape(3, -1) for moment in moments)

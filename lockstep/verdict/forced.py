@@ -1,7 +1,7 @@
 """Judge each module of a captured run by itself: from the inputs that it had in the run, and the gradient that arrived at it.
 
 One process computes each micro batch twice: in float64, and in the run's dtypes, which is the yardstick. The run's tensors take
-the places of those that it computes, so what is wrong is wrong by itself. lockstep/verdict/alone.py writes the results.
+the places of those that it computes, so what is wrong is wrong by itself. lockstep/verdict/module_results.py writes the results.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from lockstep.dumps.layout import BATCH
 from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.samples import IGNORED
-from lockstep.verdict.alone import Alone, digest_of, with_factors
 from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factors
@@ -26,6 +25,7 @@ from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
 from lockstep.verdict.judgement import Judgement, is_vector_gradient, zeros_of
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.module_results import ModuleResults, digest_of, with_factors
 from lockstep.verdict.modules import Modules
 from lockstep.verdict.normalisation import Sum
 from lockstep.verdict.rows import StepVerdict, judged
@@ -122,7 +122,9 @@ def plain_model(dump: Dump) -> "PreTrainedModel":
     return model
 
 
-def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module) -> Alone:
+def judge(
+    dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module
+) -> ModuleResults:
     """Judge the modules of all steps of a dump by themselves.
 
     `reference` has the weights before step 1, and the gradients of a free pass. `exact_model` is in float64
@@ -142,7 +144,7 @@ def judge(dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model:
             choices += step_choices
     for forced in (exact, plain):
         forced.remove()
-    return Alone(dump=digest_of(dump), rows=rows, choices=choices)
+    return ModuleResults(dump=digest_of(dump), rows=rows, choices=choices)
 
 
 def _judge_step(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lockstep.recorder.called import IGNORED, Called, is_label
+from lockstep.recorder.micro_batch import IGNORED, JoinedMicroBatch, is_label
 from lockstep.verdict.float64 import Entropy
 from lockstep.verdict.judgement import FLOOR
 
@@ -135,29 +135,31 @@ def labels_of(logits: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | No
     return None if recognised is None else recognised.labels
 
 
-def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, number: float) -> Mean:
+def mean_of(
+    micro_batch: JoinedMicroBatch, loss: float | None, logits: torch.Tensor | None, number: float
+) -> Mean:
     """Return what the loss of a micro batch is a mean over, as far as it can be seen.
 
     `loss` is None if it was not seen. `number` is what the loss is said to be a sum over, 0 if nothing says it.
     """
     mean = Mean()
     if loss is not None:
-        divisor = 1.0 if number else divisor_of(called)
+        divisor = 1.0 if number else divisor_of(micro_batch)
         mean.tokens = int(number)
-        pair = None if logits is None else targets_of(called, loss, logits, divisor)
+        pair = None if logits is None else targets_of(micro_batch, loss, logits, divisor)
         if pair is not None:
             mean.targets, mean.labels = pair
             mean.tokens = int((mean.targets != -1).sum())
         mean.divisor = divisor or mean.tokens
     else:
-        gradient = called.whole_of(list(called.arrived.values()))
+        gradient = micro_batch.join_chunks(list(micro_batch.output_gradients.values()))
         recognised = None if gradient is None or logits is None else recognise(logits, gradient)
         if gradient is None or recognised is None:
-            return _mean_of_function(called)
-        if called.piece is None:  # else the labels are those of a piece alone
+            return _mean_of_function(micro_batch)
+        if micro_batch.piece is None:  # else the labels are those of a piece alone
             mean.targets = recognised.labels
         if recognised.weight:
-            mean.divisor = called.about.scale / recognised.weight
+            mean.divisor = micro_batch.record.scale / recognised.weight
             mean.tokens = int((recognised.labels != -1).sum())
             mean.smoothing = recognised.smoothing
             # The residual may be another term, such as a distillation's. The weight then has a part of that term.
@@ -165,21 +167,23 @@ def mean_of(called: Called, loss: float | None, logits: torch.Tensor | None, num
     return mean
 
 
-def _mean_of_function(called: Called) -> Mean:
+def _mean_of_function(micro_batch: JoinedMicroBatch) -> Mean:
     """Return the same for a loss that is the result of one call of a loss function of torch, or a multiple of it."""
-    if called.piece is not None or len(called.about.losses) != 1:
+    if micro_batch.piece is not None or len(micro_batch.record.losses) != 1:
         return Mean()
-    (loss,) = called.about.losses
+    (loss,) = micro_batch.record.losses
     if not loss.is_whole or not loss.number or not loss.weight:
         return Mean()
-    divisor = called.about.scale / loss.weight
+    divisor = micro_batch.record.scale / loss.weight
     uncertain = FLOOR * loss.roundoff
-    return Mean(loss.number, divisor, uncertain=uncertain, function=loss.function, targets=called.targets)
+    return Mean(
+        loss.number, divisor, uncertain=uncertain, function=loss.function, targets=micro_batch.targets
+    )
 
 
-def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: float) -> Mean:
+def mean_of_calls(micro_batch: JoinedMicroBatch, loss: float, calls: list[Entropy], number: float) -> Mean:
     """Return the same for a loss that a model computes by these calls of cross_entropy. It need not return the logits."""
-    mean, divisor = Mean(), 1.0 if number else divisor_of(called)
+    mean, divisor = Mean(), 1.0 if number else divisor_of(micro_batch)
     targets = torch.cat([call.targets for call in calls]) if calls else torch.empty(0)
     tokens = int((targets != -1).sum())
     is_one_head = len({call.logits.shape[-1] for call in calls}) == 1
@@ -191,17 +195,19 @@ def mean_of_calls(called: Called, loss: float, calls: list[Entropy], number: flo
     if not math.isclose(total / (divisor or tokens), loss, rel_tol=SAME):
         return mean
     mean.tokens, mean.divisor = tokens, divisor or tokens
-    mean.targets, mean.labels, _ = in_rows(called, calls)
+    mean.targets, mean.labels, _ = in_rows(micro_batch, calls)
     return mean
 
 
-def in_rows(called: Called, calls: list[Entropy]) -> tuple[torch.Tensor | None, str, torch.Tensor | None]:
+def in_rows(
+    micro_batch: JoinedMicroBatch, calls: list[Entropy]
+) -> tuple[torch.Tensor | None, str, torch.Tensor | None]:
     """Arrange calls of cross_entropy as the micro batch is arranged.
 
     Several calls are of parts of the rows, or each of some positions of all rows. Return their targets (batch, sequence); the name of the
     input that has these, "" if none has; their logits (batch, sequence, V). Targets and logits are None if the arrangement is not known.
     """
-    shape = _rows(called, sum(len(call.targets) for call in calls))
+    shape = _rows(micro_batch, sum(len(call.targets) for call in calls))
     if shape is None or len({call.logits.shape[-1] for call in calls}) > 1:
         return None, "", None
 
@@ -214,20 +220,22 @@ def in_rows(called: Called, calls: list[Entropy]) -> tuple[torch.Tensor | None, 
     must_be_rows = any(len(call.targets) % shape[0] for call in calls)
     for arrange in (by_rows,) if must_be_rows else (by_rows, by_positions):
         targets = _padded(arrange([call.targets for call in calls]), shape, -1)
-        labels = next((name for name, known in _candidates(called, shape) if torch.equal(known, targets)), "")
+        labels = next(
+            (name for name, known in _candidates(micro_batch, shape) if torch.equal(known, targets)), ""
+        )
         if labels or len(calls) == 1:
             return targets, labels, _padded(arrange([call.logits for call in calls]), shape, 0)
     return None, "", None
 
 
-def _rows(called: Called, places: int) -> torch.Size | None:
+def _rows(micro_batch: JoinedMicroBatch, places: int) -> torch.Size | None:
     """Return the shape (batch, sequence) of the first input of tokens with so many places, with or without the last place of each row.
 
     None if there is no such input.
     """
     shapes = (
         tensor.shape
-        for tensor in called.tensors.values()
+        for tensor in micro_batch.tensors.values()
         if tensor.ndim == 2 and not tensor.is_floating_point()
     )
     return next((shape for shape in shapes if places in (shape.numel(), shape.numel() - shape[0])), None)
@@ -238,14 +246,16 @@ def _padded(rows: torch.Tensor, shape: torch.Size, fill: float) -> torch.Tensor:
     return rows if rows.shape[1] == shape[1] else torch.cat([rows, torch.full_like(rows[:, :1], fill)], 1)
 
 
-def divisor_of(called: Called) -> float:
+def divisor_of(micro_batch: JoinedMicroBatch) -> float:
     """Return what the model was told to divide its sum over tokens by; 0 if nothing."""
-    divisor: Any = called.about.plain.get("num_items_in_batch") or called.tensors.get("num_items_in_batch", 0)
+    divisor: Any = micro_batch.record.plain.get("num_items_in_batch") or micro_batch.tensors.get(
+        "num_items_in_batch", 0
+    )
     return float(divisor)
 
 
 def targets_of(
-    called: Called, loss: float, logits: torch.Tensor, divisor: float
+    micro_batch: JoinedMicroBatch, loss: float, logits: torch.Tensor, divisor: float
 ) -> tuple[torch.Tensor, str] | None:
     """Return which token each position must give, -1 where none; and the name of the input that has the labels.
 
@@ -255,7 +265,7 @@ def targets_of(
     if logits.ndim < 2:
         return None
     rows = logits.detach().double().flatten(0, -2)
-    for name, targets in _candidates(called, logits.shape[:-1]):
+    for name, targets in _candidates(micro_batch, logits.shape[:-1]):
         tokens = int((targets != -1).sum())
         if not tokens or int(targets.min()) < -1 or int(targets.max()) >= rows.shape[-1]:
             continue  # no labels, such as the times of a diffusion
@@ -265,15 +275,15 @@ def targets_of(
     return None
 
 
-def _candidates(called: Called, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
+def _candidates(micro_batch: JoinedMicroBatch, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name of each input of this shape that may have the labels, with the token that each position must then give.
 
     -1 stands where there is none. Each input comes as it is and shifted by one position, for each label that may be ignored.
     """
     # Inputs that are named as labels come first: the tokens, when shifted, may be the same as labels that were shifted before.
-    names = sorted(reversed(called.tensors), key=lambda name: not is_label(name))
+    names = sorted(reversed(micro_batch.tensors), key=lambda name: not is_label(name))
     for name in names:
-        labels = called.tensors[name]
+        labels = micro_batch.tensors[name]
         if labels.is_floating_point() or labels.shape != shape:
             continue
         for ignored in IGNORED:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.recorder.called import Called
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.distance import distance_of
@@ -157,7 +157,7 @@ class Modules:
         return bool(problems)
 
 
-def as_pieces(computed: list[Computed], pieces: list[Called], own: list[Tensors]) -> None:
+def as_pieces(computed: list[Computed], pieces: list[JoinedMicroBatch], own: list[Tensors]) -> None:
     """Cut what modules gave for whole samples into what each piece has of it, in place.
 
     `computed` are the results for each of the pieces, `own` the tensors that were recorded of it. At a piece, the gradients of all pieces'

@@ -53,7 +53,7 @@ from lockstep.training.optim import (
     trained,
 )
 from lockstep.training.strategy import MicroBatch
-from lockstep.verdict import alone, forced
+from lockstep.verdict import forced, module_results
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import Float64, make_exact
@@ -202,7 +202,7 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
     if run_dumps and config.precision in JUDGED:
         plain = forced.plain_model(run_dumps[0])
         for run_dump in run_dumps:
-            alone.write(forced.judge(run_dump, reference, model, plain), run_dump.folder)
+            module_results.write(forced.judge(run_dump, reference, model, plain), run_dump.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass, field
 
 from lockstep.dumps.dump import Dump
-from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Measured, relative
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import MULTIPLE, Judgement
+from lockstep.verdict.module_results import ModuleResults
 from lockstep.verdict.rows import described
 from lockstep.verdict.scalars import Chosen, Loss, Norm
 
@@ -52,7 +52,7 @@ class Findings:
     rows: list[Judgement] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
     choices: list[Chosen] = field(default_factory=list)
-    alone: Alone | None = None  # the run's modules by themselves, if they were computed
+    alone: ModuleResults | None = None  # the run's modules by themselves, if they were computed
     diagnosis: Diagnosis | None = None  # of a run that failed, if it was compared with a reference
 
     def rows_of(self, step: int) -> dict[str, Judgement]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, plain, write_result
 from lockstep.verdict import report_tables as tables
-from lockstep.verdict.alone import REMEDY, following, sentences
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.module_results import REMEDY, following, sentences
 from lockstep.verdict.report_tables import Line
 from lockstep.verdict.result import Findings, Result
 

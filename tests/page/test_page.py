@@ -21,7 +21,7 @@ from lockstep.page import writing
 from lockstep.page.payload import PICTURES, Page, short
 from lockstep.page.recording import _when
 from lockstep.plan.config import tokens_per_step
-from lockstep.recorded.run import RunVerdict
+from lockstep.recorded.whole_run import RunVerdict
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import judgement
 from lockstep.verdict.loss_tolerance import floors

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep import judge
 from lockstep.ground.errors import UserError
-from lockstep.recorder import dropped, parallelism
+from lockstep.recorder import dropout_masks, parallelism
 from lockstep.verdict import draws, float64
 from lockstep.verdict.draws import require_known
 from lockstep.verdict.float64 import Told
@@ -142,7 +142,7 @@ def test_a_run_that_draws_nothing_though_its_model_does(tmp_path, capsys, monkey
 @pytest.fixture
 def on_gpu(monkeypatch):
     """A GPU's random numbers are another generator's, so which elements dropout keeps is recorded."""
-    monkeypatch.setattr(dropped, "draws_as_a_cpu", lambda _: False)
+    monkeypatch.setattr(dropout_masks, "draws_as_a_cpu", lambda _: False)
     for name in ("get_rng_state", "set_rng_state"):
         monkeypatch.setattr(torch.cpu, name, getattr(torch, name), raising=False)
 
@@ -389,24 +389,31 @@ def test_compiled_code_may_draw_otherwise(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "about, message",
+    "changes, message",
     [
-        ({"about": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
+        ({"record": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
         ({"ranks": [0, 2]}, "by each of several ranks"),
         ({"piece": object()}, "by each of several ranks"),
         ({"dtypes": {torch.float32, torch.float64}}, "in float64"),
         ({"ranks": [0, 1]}, ""),  # which share no samples, as FSDP2 says: that is judged
-        ({"random": None, "ranks": [0, 2]}, ""),
+        ({"generator_state": None, "ranks": [0, 2]}, ""),
     ],
 )
-def test_who_drew_what(about, message):
-    whole = {"random": torch.zeros(1), "ranks": [0], "piece": None, "dtypes": {torch.float32}, "number": 0}
-    called = SimpleNamespace(**{**whole, "about": SimpleNamespace(compiled=False), **about})
+def test_who_drew_what(changes, message):
+    fields = {
+        "generator_state": torch.zeros(1),
+        "ranks": [0],
+        "piece": None,
+        "dtypes": {torch.float32},
+        "number": 0,
+        "record": SimpleNamespace(compiled=False),
+    }
+    micro_batch = SimpleNamespace(**{**fields, **changes})
     if not message:
-        require_known(called, [0, 1], called.dtypes)
+        require_known(micro_batch, [0, 1], micro_batch.dtypes)
         return
     with pytest.raises(UserError, match=message):
-        require_known(called, [0, 1], called.dtypes)
+        require_known(micro_batch, [0, 1], micro_batch.dtypes)
 
 
 def test_other_random_numbers_than_the_run_drew_leave_little_to_judge(tmp_path, capsys, monkeypatch):

@@ -357,7 +357,7 @@ def test_the_models_of_a_step_are_freed(judged):
 
 def test_noted_tensors_are_no_inputs(judged, tmp_path):
     for called in Recording(judged / "Labelled").micro_batches(1):
-        assert list(called.tensors) == ["input", "labels"] and called.about.inputs == ["input"]
+        assert list(called.tensors) == ["input", "labels"] and called.record.inputs == ["input"]
     net = torch.nn.Linear(2, 2)
     with lockstep.record(net, tmp_path), pytest.raises(UserError, match="the model is called with it"):
         lockstep.record.batch(input=torch.ones(1))

@@ -204,6 +204,8 @@ def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast)
     found = [row.name for row in verdict.alone if row.too_far]
     assert {one for one in wrong if any(one in name for name in found)} == wrong
     assert len(found) <= 6 * len(wrong)
+    if before == COLUMNS:
+        assert "forward/model.layers.1.mlp.down_proj" in found
     if wrong:
         assert any(one in sentence for one in ALONE for sentence in verdict.wrong)
     right = {row.name for row in verdict.alone if not row.too_far}

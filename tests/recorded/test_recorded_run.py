@@ -5,7 +5,7 @@ import torch
 
 import lockstep
 from lockstep import judge, record
-from lockstep.recorded import run as recorded_run
+from lockstep.recorded import whole_run as recorded_run
 from lockstep.recorder.hashes import digest, hashes
 from lockstep.recorder.recorded_step import RunStep
 from lockstep.recorder.recording import Recording

@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from lockstep.recorded.pieces import explains, judge
 from lockstep.recorder import pieces
-from lockstep.recorder.called import Called, Piece
+from lockstep.recorder.micro_batch import JoinedMicroBatch, Piece
 
 WHOLE = torch.arange(16)
 PACKED = torch.cat([torch.arange(5), torch.arange(11)])  # two documents
@@ -82,7 +82,7 @@ def test_which_token_follows_a_window_is_not_known(at, said):
     window = torch.arange(17).expand(2, -1)
     targets = window[:, 1:].clone()
     targets[:, at] = 99
-    called = [Called(0, [rank], None, {}) for rank in range(2)]
+    called = [JoinedMicroBatch(0, [rank], None, {}) for rank in range(2)]
     piece = Piece(pieces.find([one.expand(2, -1) for one in CONTIGUOUS]), 0, called, {}, 16)
     verdict, found = (
         SimpleNamespace(wrong=[]),

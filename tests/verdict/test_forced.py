@@ -10,7 +10,7 @@ from page_cases import payload
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
-from lockstep.verdict import alone, forced, tensor_report
+from lockstep.verdict import forced, module_results, tensor_report
 from lockstep.verdict.float64 import make_exact
 from lockstep.verdict.scalars import Chosen
 
@@ -48,14 +48,14 @@ def judged(folder):
     dump, reference = Dump(folder / "fsdp"), Dump(folder / "reference")
     exact, plain = forced.plain_model(dump), forced.plain_model(dump)
     make_exact(exact, dump.layout.tables)
-    alone.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
+    module_results.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
     return compare.judge([folder / name for name in ("ddp", "fsdp", "reference")])
 
 
 def test_all_that_has_a_gradient_is_judged(captured):
     for name in ("ddp", "fsdp"):
         dump = Dump(captured / name)
-        found = alone.read(dump, captured)
+        found = module_results.read(dump, captured)
         names = {(row.step, row.name) for row in found.rows}
         tables = {f"forward/{module}" for module in dump.layout.outputs if module not in dump.layout.backward}
         for step in (1, 2):
@@ -160,10 +160,10 @@ def test_two_broken_modules_are_both_named(copied):
 
 def test_a_choice_that_only_its_module_shows(copied):
     """Such as a router's of experts, whose score from its own input is far below one that was left out."""
-    found = alone.read(Dump(copied / "fsdp"), copied)
+    found = module_results.read(Dump(copied / "fsdp"), copied)
     name = "forward/model.layers.0.mlp"
     wrong = found.model_copy(update={"choices": [Chosen(1, name, 0.5, 1e-3)]})
-    alone.write(wrong, copied / "fsdp")
+    module_results.write(wrong, copied / "fsdp")
     result = compare.judge([copied / name for name in ("ddp", "fsdp", "reference")])
     run = result.runs["fsdp"]
     assert result.verdict("fsdp") == "FAIL" and run.failures[0][2] == name
@@ -176,7 +176,7 @@ def test_a_dump_that_was_changed_since_is_not_judged(copied, capsys):
     folders = [str(copied / name) for name in ("ddp", "fsdp", "reference")]
     edit(copied / "fsdp", lambda manifest: manifest["steps"]["1"].update(learning_rate=1.0))
     compare.main(folders)
-    assert f"FSDP+DTensor (TP=2, DP=2): not judged; {alone.REMEDY}" in capsys.readouterr().out
+    assert f"FSDP+DTensor (TP=2, DP=2): not judged; {module_results.REMEDY}" in capsys.readouterr().out
 
 
 def test_a_damaged_file(copied, refusal):

@@ -11,7 +11,7 @@ from synthetic import require_origin
 
 from lockstep import compare
 from lockstep.ground.words import and_more
-from lockstep.verdict import alone, tensor_report
+from lockstep.verdict import module_results, tensor_report
 from lockstep.verdict.factors import Factor
 
 
@@ -75,11 +75,11 @@ def test_control_characters_do_not_reach_the_terminal():
 
 def test_one_wrong_tensor_is_said_in_the_singular():
     right, wrong = (row(1, name, wrong=name == WRONG) for name in (HIDDEN, WRONG))
-    said = alone.sentence([right, wrong])
+    said = module_results.sentence([right, wrong])
     assert said.startswith(
         f"1 of 2 tensors is not what its module computes from its recorded inputs: {WRONG}: relative error"
     )
-    said = alone.sentence([right, wrong, row(2, WRONG, wrong=True)])
+    said = module_results.sentence([right, wrong, row(2, WRONG, wrong=True)])
     assert (
         f"are not what their modules compute from their recorded inputs: {WRONG} in steps 1, 2; the first: "
         in said

@@ -10,7 +10,6 @@ import torch
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
 from lockstep.plan.config import BETAS
-from lockstep.verdict.alone import Alone
 from lockstep.verdict.distance import Distance, Size, clip_factors
 from lockstep.verdict.judgement import (
     EXACT,
@@ -25,6 +24,7 @@ from lockstep.verdict.judgement import (
     typical_error,
     yardstick_tolerance,
 )
+from lockstep.verdict.module_results import ModuleResults
 from lockstep.verdict.result import Findings, Result
 from lockstep.verdict.scalars import Loss, Norm, float32_norm_error
 from lockstep.verdict.tensor_report import by_itself
@@ -142,7 +142,7 @@ def test_a_module_whose_inputs_differ_between_ranks_is_not_called_wrong_by_itsel
     assert all(one.too_far for one in far)
     for differ, named in (([], names), (["forward/b"], names[:2]), (["gradient/b"], names)):
         run = findings("fsdp", [*rows, row(0.1, name="gradient/b")], differ=differ)
-        run.alone = Alone(dump="0" * 64, rows=far, choices=[])
+        run.alone = ModuleResults(dump="0" * 64, rows=far, choices=[])
         assert [one.name for one in run.by_themselves] == named
         assert len(run.after_unlike) == 3 - len(named)
         assert ("come after tensors" in by_itself(run)) == (len(named) < 3)

@@ -10,23 +10,23 @@ from collections.abc import Collection
 import torch
 
 from lockstep.ground.words import and_more
+from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.reference import Reference
-from lockstep.recorded.weights import SCALARS
-from lockstep.recorder.called import LOG_PROBS, Called
+from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
-from lockstep.verdict.alone import with_factors
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.module_results import with_factors
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum, accumulated
 from lockstep.verdict.rows import StepVerdict
 
 
-class Alone:
+class ForcedPass:
     """The modules of a step by themselves. `exact` computes in float64, `plain` in the run's dtypes; `steps` of the run are judged."""
 
     def __init__(self, verdict: StepVerdict, exact: Reference, plain: Reference, steps: int):
@@ -40,14 +40,19 @@ class Alone:
         self.unseen: dict[str, None] = {}
 
     def add(
-        self, called: Called, own: Tensors, told: dict[str, torch.Tensor], right: Computed, near: Computed
+        self,
+        micro_batch: JoinedMicroBatch,
+        own: Tensors,
+        told: dict[str, torch.Tensor],
+        right: Computed,
+        near: Computed,
     ) -> None:
         """Compute and judge a micro batch, as the first rank that was called with it recorded it.
 
         `own` are the recorded tensors of modules, `told` the choices among them. `right` and `near` are the results of free passes, in
         float64 and in the run's dtypes.
         """
-        rank = called.ranks[0]
+        rank = micro_batch.ranks[0]
         of_rank = {
             name: [(rank, tensor)]
             for name, tensors in own.items()
@@ -65,25 +70,30 @@ class Alone:
             for name in right.shapes
             if name.startswith("forward/") and name not in own and "/returned." not in name
         )
-        if called.piece is not None:
-            pieces = [self.exact.recording.of_modules(self.verdict.step, piece) for piece in called.piece.all]
+        if micro_batch.piece is not None:
+            pieces = [
+                self.exact.recording.of_modules(self.verdict.step, piece)
+                for piece in micro_batch.piece.members
+            ]
             written = {}
             for name, shape in right.shapes.items():
                 tensors = [piece[name][0][1] for piece in pieces if name in piece]
-                whole = called.piece.pieces.joined(tensors, shape) if len(tensors) == len(pieces) else None
+                whole = (
+                    micro_batch.piece.pieces.joined(tensors, shape) if len(tensors) == len(pieces) else None
+                )
                 if whole is not None:
                     written[name] = whole
         # The log-probabilities are of a head that is not the model's own, so the first gradient that arrives at a module is not judged.
-        if LOG_PROBS in called.arrived:
+        if LOG_PROBS in micro_batch.output_gradients:
             of_rank.pop(
                 next((name for name in right.shapes if name.startswith("backward/") and name in of_rank), ""),
                 None,
             )
-        exact = self.exact.compute(called, told, written, right)
-        plain = self.plain.compute(called, told, written, near)
+        exact = self.exact.compute(micro_batch, told, written, right)
+        plain = self.plain.compute(micro_batch, told, written, near)
         for computed in (exact, plain):
-            as_pieces([computed], [called], [of_rank])
-        self.modules.add(called.number, called.ranks, of_rank, exact, plain)
+            as_pieces([computed], [micro_batch], [of_rank])
+        self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, exact, plain)
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)
 

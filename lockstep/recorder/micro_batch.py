@@ -11,7 +11,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.recorder import pieces
-from lockstep.recorder.recorded_step import MicroBatch
+from lockstep.recorder.recorded_step import MicroBatchRecord
 
 IGNORED = (-100, -1)  # labels of tokens that do not count
 LABELS = ("label", "target")  # words in the names of arguments that are labels
@@ -23,49 +23,49 @@ def is_label(name: str) -> bool:
 
 
 @dataclass
-class Called:
+class JoinedMicroBatch:
     """One micro batch, and the ranks that were called with it."""
 
     number: int  # of the micro batch in its step, from 0
     ranks: list[int]
-    about: MicroBatch
+    record: MicroBatchRecord
     tensors: dict[str, torch.Tensor]
     losses: dict[int, float] = field(default_factory=dict)  # by rank
     # The gradients that arrived from the loop at tensors that the model returned, by name, without those of zeros alone.
-    # Those of scalars are in `about`.
-    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Those of scalars are in `record`.
+    output_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     # Class indices that a loss of the loop's own has for targets; -1 where a target does not count
     targets: torch.Tensor | None = None
     # By parameter: the part of its gradient that the loop's own loss gives it, not through what the model returned
-    beside: dict[str, torch.Tensor] = field(default_factory=dict)
+    direct_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     piece: "Piece | None" = None  # if the samples are cut into pieces
     # The state of torch's generator before the forward pass, if the model drew from it
-    random: torch.Tensor | None = None
+    generator_state: torch.Tensor | None = None
     # Whether a gradient, perhaps of zeros, arrived at tensors that the model returned
-    of_tensors: bool = False
+    has_output_gradients: bool = False
     # Arguments that replace those that the model was called with, for a trial
-    instead: dict[str, Any] = field(default_factory=dict)
+    replaced_inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_zero(self) -> bool:
         """Whether nothing but zeros arrived at what the model returned, or this is a piece without labels."""
         if self.piece is not None and self.piece.labels == 0:
             return True
-        is_known = self.about.loss is None or self.of_tensors
-        return is_known and not self.arrived and not any(self.about.scalars.values())
+        is_known = self.record.loss is None or self.has_output_gradients
+        return is_known and not self.output_gradients and not any(self.record.scalars.values())
 
     @property
-    def twice(self) -> "Called":
+    def doubled(self) -> "JoinedMicroBatch":
         """The same micro batch, with twice the gradients that arrived."""
-        scalars = {name: 2 * gradient for name, gradient in self.about.scalars.items()}
+        scalars = {name: 2 * gradient for name, gradient in self.record.scalars.items()}
         arrived, beside = (
             {name: 2 * gradient for name, gradient in gradients.items()}
-            for gradients in (self.arrived, self.beside)
+            for gradients in (self.output_gradients, self.direct_gradients)
         )
-        about = self.about.model_copy(update={"scalars": scalars})
-        return replace(self, about=about, arrived=arrived, beside=beside)
+        about = self.record.model_copy(update={"scalars": scalars})
+        return replace(self, record=about, output_gradients=arrived, direct_gradients=beside)
 
-    def whole_of(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    def join_chunks(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         """Join chunks along the dim of tokens, such as those of logits: (rows, tokens of the chunk, classes).
 
         One tensor is returned as it is. Tensors that are no chunks, such as those of several heads, give None.
@@ -80,45 +80,46 @@ class Called:
         )
         return torch.cat(tensors, 1) if has_tokens else None
 
-    def fill_chunks(self, returned: dict[str, torch.Tensor]) -> None:
+    def add_zero_chunks(self, returned: dict[str, torch.Tensor]) -> None:
         """Add gradients of zeros for chunks in which no token counts, and put all chunks in their order.
 
         `returned` are the tensors that the model returns. `arrived` has no gradient of zeros.
         """
-        first = next(iter(self.arrived.values()), None)
+        first = next(iter(self.output_gradients.values()), None)
         if first is None or first.ndim != 3:
             return
         chunks = {name: tensor for name, tensor in returned.items() if tensor.shape[::2] == first.shape[::2]}
-        if self.arrived.keys() <= chunks.keys() and self.whole_of([*chunks.values()]) is not None:
-            self.arrived = {
-                name: self.arrived.get(name, first.new_zeros(chunk.shape)) for name, chunk in chunks.items()
+        if self.output_gradients.keys() <= chunks.keys() and self.join_chunks([*chunks.values()]) is not None:
+            self.output_gradients = {
+                name: self.output_gradients.get(name, first.new_zeros(chunk.shape))
+                for name, chunk in chunks.items()
             }
 
     @property
-    def first(self) -> "Called":
+    def first(self) -> "JoinedMicroBatch":
         """The first piece of the same samples; the micro batch itself if it is no piece."""
-        return self if self.piece is None else self.piece.all[0]
+        return self if self.piece is None else self.piece.members[0]
 
     @property
-    def other_loss(self) -> str | None:
+    def loss_name(self) -> str | None:
         """The name of the one scalar that the loop trains on, if "loss" is in it, as in `total_loss`; else None.
 
         The model returns the scalar, or leaves it as an attribute of a module.
         """
-        trained = [name for name, gradient in self.about.scalars.items() if gradient]
-        is_alone = self.about.loss is None and not self.arrived and len(trained) == 1
+        trained = [name for name, gradient in self.record.scalars.items() if gradient]
+        is_alone = self.record.loss is None and not self.output_gradients and len(trained) == 1
         return trained[0] if is_alone and "loss" in trained[0].rpartition(":")[2].lower() else None
 
     @property
     def has_own_loss(self) -> bool:
         """Whether the loop computes a loss of its own, with or without the model's loss in it."""
-        return self.other_loss is None and (self.about.loss is None or bool(self.arrived))
+        return self.loss_name is None and (self.record.loss is None or bool(self.output_gradients))
 
-    def has_same(self, tensors: dict[str, torch.Tensor], about: MicroBatch) -> bool:
+    def has_inputs(self, tensors: dict[str, torch.Tensor], about: MicroBatchRecord) -> bool:
         """Whether another micro batch, with these `tensors`, has the same inputs, bit for bit."""
         return (
             self.tensors.keys() == tensors.keys()
-            and self.about.plain == about.plain
+            and self.record.plain == about.plain
             and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
         )
 
@@ -132,8 +133,8 @@ class Piece:
 
     pieces: pieces.Pieces
     number: int
-    all: list[Called]  # all pieces in order, with this one
-    own: dict[str, torch.Tensor]  # what the ranks of this piece were called with
+    members: list[JoinedMicroBatch]  # all pieces in order, with this one
+    inputs: dict[str, torch.Tensor]  # what the ranks of this piece were called with
     labels: int | None  # how many labels count in this piece; None if no labels are known
 
     def cut(self, whole: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
@@ -141,7 +142,7 @@ class Piece:
         return self.pieces.cut(whole, self.number, shape)
 
 
-def put_together(found: list[Called], groups: list[list[int]]) -> None:
+def join_pieces(found: list[JoinedMicroBatch], groups: list[list[int]]) -> None:
     """Join the pieces of samples that ranks were called with. Positions say which piece belongs where.
 
     `found` are the micro batches of a step; each piece gets the tensors of the whole. `groups` are the ranks of each
@@ -168,34 +169,34 @@ def put_together(found: list[Called], groups: list[list[int]]) -> None:
                 called.piece = Piece(cut, index, members, parts[index], _mask_labels(called, cut, index))
 
 
-def require_whole(called: Called) -> None:
+def require_whole(micro_batch: JoinedMicroBatch) -> None:
     """Raise UserError if positions say that a micro batch is a piece of samples, and the other pieces were not found."""
-    positions = None if called.piece else pieces.positions_of(called.tensors)
+    positions = None if micro_batch.piece else pieces.positions_of(micro_batch.tensors)
     # Position 1 is that of padding.
     if positions is None or int(positions.min()) <= 1:
         return
     # Otherwise the positions are those of some tokens, such as masked ones.
     if float((positions.diff(dim=1) == 1).double().mean()) > 0.5:
         raise UserError(
-            f"positions of micro batch {called.number} of rank {called.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
+            f"positions of micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} begin at {int(positions.min())}, and no process group has those before: "
             "a piece of samples is judged with the others, whose ranks are a group"
         )
 
 
-def _mask_labels(called: Called, cut: pieces.Pieces, index: int) -> int | None:
+def _mask_labels(micro_batch: JoinedMicroBatch, cut: pieces.Pieces, index: int) -> int | None:
     """Ignore all labels but those of piece `index`. Return how many of these count; None if no labels are known."""
     count = None
-    for name, tensor in called.tensors.items():
+    for name, tensor in micro_batch.tensors.items():
         has_classes = is_label(name) and not tensor.is_floating_point()
         if has_classes and tensor.shape[-1:] == (cut.length,):
             ignored = next((label for label in IGNORED if bool((tensor == label).any())), IGNORED[0])
             at = cut.places[index]
-            called.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, at, tensor[..., at])
-            count = (count or 0) + int((called.tensors[name] != ignored).sum())
+            micro_batch.tensors[name] = torch.full_like(tensor, ignored).index_copy_(-1, at, tensor[..., at])
+            count = (count or 0) + int((micro_batch.tensors[name] != ignored).sum())
     return count
 
 
-def shares_of(micro: list[Called]) -> list[int]:
+def data_parallel_shares(micro: list[JoinedMicroBatch]) -> list[int]:
     """Return the data-parallel share of each micro batch.
 
     It is named by the first rank that was called with the micro batch or, if that is a piece, with the first piece.

@@ -10,8 +10,8 @@ from lockstep.ground.words import and_more
 from lockstep.recorded import clips
 from lockstep.recorded.causes import Causes
 from lockstep.recorded.model import dtype_of
-from lockstep.recorder.called import Called, shares_of
-from lockstep.recorder.recorded_step import Step
+from lockstep.recorder.micro_batch import JoinedMicroBatch, data_parallel_shares
+from lockstep.recorder.recorded_step import StepRecord
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
@@ -39,7 +39,7 @@ SAMPLE_MEAN = "sample-mean"
 MOST = 0.5
 
 
-class Weighed:
+class LossWeights:
     """Finds the weight of each micro batch's loss in a step's gradient, and says what is wrong with these weights.
 
     `made_of` gives the gradient, clipped as the run did, for weights of the micro batches' losses, then of their
@@ -49,8 +49,8 @@ class Weighed:
     def __init__(
         self,
         verdict: StepVerdict,
-        ranks: dict[int, Step],
-        micro: list[Called],
+        ranks: dict[int, StepRecord],
+        micro: list[JoinedMicroBatch],
         exact: list[Computed],
         made_of: Callable[[torch.Tensor], Sum],
         elsewhere: int,
@@ -63,7 +63,7 @@ class Weighed:
         self.beside = beside  # the norms of recorded gradients that are not judged
         # The norm that the gradients of several steps have; 0 if they have different ones
         self.norm_of_steps = norm_of_steps
-        self.shares = shares_of(micro)
+        self.shares = data_parallel_shares(micro)
         # What is wrong with the norm of clipping. It is said after what may have caused it.
         self.of_norm: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
@@ -323,7 +323,7 @@ class Weighed:
         factor, tolerated = named.factor, 1e-4 + max(result.mean.uncertain for result in self.exact)
         if max(abs(factor - 1), named.off) <= tolerated:
             return True
-        calls = [micro_batch.about.losses[0] for micro_batch in self.micro]
+        calls = [micro_batch.record.losses[0] for micro_batch in self.micro]
         sizes = {self.ranks[0].world_size, self.verdict.shares, len(self.ranks[0].micro_batches)} - {1}
         is_of_run = any(abs(factor * times - 1) <= tolerated for size in sizes for times in (size, 1 / size))
         meant = [0.5] * (function == "mse_loss") + [call.number / (call.samples or 1) for call in calls]

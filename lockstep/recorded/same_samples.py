@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.ground.words import and_more
-from lockstep.recorder.called import Called, is_label
 from lockstep.recorder.hashes import hashes
+from lockstep.recorder.micro_batch import JoinedMicroBatch, is_label
 
 Row = dict[str, int]  # the hashes of a sample: of what it has of each tensor, by name
 
 
-def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
+def compare(own: list[JoinedMicroBatch], other: list[JoinedMicroBatch]) -> Iterator[str]:
     """Yield what differs between the samples of a step in two recordings, as sentences.
 
     Samples lie along the first dim of tensors, or along the second.
@@ -39,18 +39,18 @@ def compare(own: list[Called], other: list[Called]) -> Iterator[str]:
         yield f"it trains on {numbers[0][0]} samples, and that run on {numbers[0][1]}; {shared} are in both"
 
 
-def _rows(batches: list[Called], dim: int, *, masked: bool) -> list[Row]:
+def _rows(batches: list[JoinedMicroBatch], dim: int, *, masked: bool) -> list[Row]:
     """Return a row for each sample of these micro batches that is trained on. Samples lie along the dim `dim`.
 
     `masked`: without what a sample's mask leaves out, as beside other samples it may need other padding.
     """
     rows: list[Row] = []
-    for micro_batch in {id(m.first): m.first for m in batches if m.about.used}.values():
+    for micro_batch in {id(m.first): m.first for m in batches if m.record.used}.values():
         tensors = {name: tensor for name, tensor in micro_batch.tensors.items() if tensor.ndim}
         if micro_batch.piece is not None:
             # A piece has ignored labels in the places of other pieces. They are less than any label.
             labels = {
-                name: [piece.tensors[name] for piece in micro_batch.piece.all]
+                name: [piece.tensors[name] for piece in micro_batch.piece.members]
                 for name in filter(is_label, tensors)
             }
             tensors |= {name: torch.stack(of_pieces).amax(0) for name, of_pieces in labels.items()}

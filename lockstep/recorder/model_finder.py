@@ -15,17 +15,17 @@ import torch
 from torch.optim import optimizer
 
 from lockstep.ground import user_file
-from lockstep.recorder import divided, losses, patches, wrapped
+from lockstep.recorder import divided_attributes, losses, patches, wrapped
 from lockstep.recorder.recorder import Recorder
 from lockstep.recorder.tree import MAIN
 from lockstep.recorder.whole_run import Loaders
 
 SPAWN = "torch.multiprocessing.spawn"
-# The `Finding` of this process, or of the process that it was forked from
-HERE: "list[Finding]" = []
+# The `ModelFinder` of this process, or of the process that it was forked from
+HERE: "list[ModelFinder]" = []
 
 
-class Finding:
+class ModelFinder:
     """Waits for the first model that is called in training mode, with gradients enabled, and records it."""
 
     def __init__(self, output: Path, steps: int, modules: str):
@@ -86,7 +86,7 @@ class Finding:
         # These are replaced before a model is found: in torch.autograd.grad(loss(model(x)), ...), Python looks the
         # function up before it calls the model.
         undos = patches.see_asking(), losses.see_losses()
-        self._undo_divisions = divided.see_divisions()
+        self._undo_divisions = divided_attributes.see_divisions()
 
         def restore() -> None:
             self._undo_divisions()
@@ -148,7 +148,7 @@ class InProcess:
         # If it was forked from a process that trains
         if HERE and HERE[0].recorder is not None:
             return self.target(*arguments, **options)
-        finding = HERE[0] if HERE else Finding(self.output, self.steps, self.modules)
+        finding = HERE[0] if HERE else ModelFinder(self.output, self.steps, self.modules)
         try:
             return self.target(*arguments, **options)
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.ground import origin
-from lockstep.recorder import divided
+from lockstep.recorder import divided_attributes
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.tree import (
     CONFIGURATIONS,
@@ -39,7 +39,7 @@ def state_of(model: torch.nn.Module) -> dict[str, tuple[Any, dict[str, torch.Ten
     """
     describing, states, seen = _StateDescribing(model), {}, set[int]()
     for path, module in model.named_modules():
-        for name, value in {**vars(module), **divided.wholes(module, describing.sizes)}.items():
+        for name, value in {**vars(module), **divided_attributes.wholes(module, describing.sizes)}.items():
             entries = {} if id(value) in seen else describing.inside_of(value)
             seen |= {id(value)} if entries else set()
             values = {f".{key}": entry for key, entry in entries.items()} or {"": value}

@@ -17,7 +17,7 @@ from lockstep.recorder.hashes import digest
 from lockstep.recorder.plain_shards import PlainShards
 
 
-class Kept:
+class StepTensors:
     """What a rank keeps of one step. `before` are the hashes of the tensors that the step before ended with."""
 
     def __init__(self, plain_shards: PlainShards, before: dict[str, int]):

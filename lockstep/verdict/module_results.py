@@ -20,7 +20,7 @@ SHOWN = 5
 REMEDY = "run python -m lockstep.reference again"
 
 
-class Alone(Strict):
+class ModuleResults(Strict):
     """The results of all steps of one dump, in order of execution within a step."""
 
     model_config = ConfigDict(strict=False)  # JSON has lists for tuples
@@ -109,18 +109,18 @@ def path_of(folder: Path) -> Path:
     return folder.with_name(f"alone_{folder.name}.json")
 
 
-def write(found: Alone, folder: Path) -> None:
+def write(found: ModuleResults, folder: Path) -> None:
     write_text(path_of(folder), json.dumps(found.model_dump()))
 
 
-def read(dump: Dump, beside: Path) -> Alone | None:
+def read(dump: Dump, beside: Path) -> ModuleResults | None:
     """Return the results of a dump, from a file beside it or in the folder `beside`; None if no file is of the dump as it is now.
 
     Raises UserError for a damaged file.
     """
     for path in (path_of(dump.folder), path_of(beside / dump.name)):
         if path.exists():
-            results = validate(Alone, read_json(path), path, REMEDY)
+            results = validate(ModuleResults, read_json(path), path, REMEDY)
             if results.dump == digest_of(dump):
                 return results
     return None

@@ -8,13 +8,13 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.recorded import redrawn, task
-from lockstep.recorded.alone import Alone
+from lockstep.recorded.forced_pass import ForcedPass
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.pieces import explain, explain_cache
 from lockstep.recorded.ranks import Ranks
 from lockstep.recorded.reference import Reference
-from lockstep.recorder.called import Called
+from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.computed import Computed
@@ -34,7 +34,7 @@ NOT_LINEAR = (
 )
 
 
-class Free:
+class FreePass:
     """The free passes over the micro batches of a step: from the batch on, where `Alone` computes each module from what was recorded.
 
     `judge` adds rows and sentences to the verdict. `exact` and `near` then have the result of each micro batch, in float64 and in the run's
@@ -45,7 +45,7 @@ class Free:
         self,
         recording: Recording,
         verdict: StepVerdict,
-        micro: list[Called],
+        micro: list[JoinedMicroBatch],
         weights: Gradients,
         loss: Loss | None,
         *,
@@ -65,15 +65,15 @@ class Free:
         # Outputs of modules of which each rank has a shard, and the dim
         self.cut: dict[str, int] = {}
         self.modules = Modules(verdict, verdict.precision)
-        self.alone = Alone(verdict, self.right, self.plain, len(recording.steps))
+        self.alone = ForcedPass(verdict, self.right, self.plain, len(recording.steps))
 
-    def recorded(self, called: Called) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    def recorded(self, micro_batch: JoinedMicroBatch) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """Return what modules returned for a micro batch and what arrived there, by name, and the choices among it, by module."""
-        tensors = self.recording.of_modules(self.verdict.step, called)
+        tensors = self.recording.of_modules(self.verdict.step, micro_batch)
         for name, shards in tensors.items():
             dim = self.cut.get(name.replace("backward/", "forward/", 1))
             if dim is not None:
-                tensors[name] = [(called.ranks[0], torch.cat([shard for _, shard in shards], dim))]
+                tensors[name] = [(micro_batch.ranks[0], torch.cat([shard for _, shard in shards], dim))]
                 row = f"{name.partition('/')[0]}/{module_of(name)}"
                 places = _places_of(shards, dim)
                 known = self.verdict.shards.setdefault(row, places)
@@ -84,11 +84,13 @@ class Free:
             if not shards[0][1].is_floating_point()
         }
         # The whole is told what all pieces chose.
-        if called.piece is not None:
-            pieces = [self.recording.of_modules(self.verdict.step, piece) for piece in called.piece.all]
+        if micro_batch.piece is not None:
+            pieces = [
+                self.recording.of_modules(self.verdict.step, piece) for piece in micro_batch.piece.members
+            ]
             for module, choice in told.items():
-                name = f"forward/{called.number}/{module}"
-                whole = called.piece.pieces.joined_rows([piece[name][0][1] for piece in pieces])
+                name = f"forward/{micro_batch.number}/{module}"
+                whole = micro_batch.piece.pieces.joined_rows([piece[name][0][1] for piece in pieces])
                 told[module] = choice if whole is None else whole
         return tensors, told
 
@@ -117,7 +119,7 @@ class Free:
             verdict.wrong.sort(key=lambda sentence: sentence in later)
         return is_wrong
 
-    def _judge_samples(self, pieces: list[Called]) -> None:
+    def _judge_samples(self, pieces: list[JoinedMicroBatch]) -> None:
         """Compute and judge a micro batch, or all pieces of one."""
         recorded = [self.recorded(called) for called in pieces]
         for called, (_, told) in zip(pieces, recorded, strict=True):
@@ -164,10 +166,10 @@ class Free:
         self.cut |= dims
         return bool(dims)
 
-    def _judge_linearity(self, called: Called, told: dict[str, torch.Tensor]) -> None:
+    def _judge_linearity(self, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor]) -> None:
         """Judge whether the gradients are twice as large if twice the gradient arrives at what the model returns."""
         first = self.exact[0]
-        name = _not_linear(self.right, called, told, first)
+        name = _not_linear(self.right, micro_batch, told, first)
         if name and first.arrived == 1 and first.loss is not None:
             self.verdict.notes.append(
                 f"{NOT_LINEAR}, such as that of {name}; here 1 arrives, so this run is not affected"
@@ -208,7 +210,7 @@ class Free:
             # A loss that the loop makes itself is not recorded.
             if exact.loss is None or self.loss is not None:
                 continue
-            dtype = called.about.loss_dtype
+            dtype = called.record.loss_dtype
             roundoff = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
@@ -246,7 +248,7 @@ def columns_of(computed: list[Computed]) -> list[Gradients]:
 
 
 def _not_linear(
-    reference: Reference, called: Called, told: dict[str, torch.Tensor], first: Computed
+    reference: Reference, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor], first: Computed
 ) -> str | None:
     """Return a parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
 
@@ -259,11 +261,11 @@ def _not_linear(
         return next((name for name, x, y in pairs if float((y - x).norm()) > SAME * float(x.norm())), None)
 
     # The gradient of a loss is divided by what arrived at the loss, so it stays the same.
-    twice = reference.compute(called.twice, told)
+    twice = reference.compute(micro_batch.doubled, told)
     name = other(twice, 1.0 if first.loss is not None else 2.0)
     if name is None and twice.loss == first.loss:
         return None
-    again = reference.compute(called, told)
+    again = reference.compute(micro_batch, told)
     if again.loss != first.loss or other(again, 1.0) is not None:
         raise UserError(
             "two passes of the recorded model over one micro batch differ: it draws random numbers that are not those of torch on CPUs, Python's random or numpy.random, "
