@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import matplotlib
@@ -156,15 +157,22 @@ class Kept(Factors):
 
     every: list["Kept"] = []
 
-    def __init__(self, steps: int):
-        super().__init__(steps)
+    def __init__(self, steps: int, nothing: float = NOTHING):
+        super().__init__(steps, nothing)
         self.tensors: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, bool]] = []
         Kept.every.append(self)
 
     def add(
-        self, name: str, own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, *, is_weight: bool
+        self,
+        name: str,
+        own: torch.Tensor,
+        near: torch.Tensor,
+        right: torch.Tensor,
+        *,
+        is_weight: bool,
+        **where: Any,
     ) -> None:
-        super().add(name, own, near, right, is_weight=is_weight)
+        super().add(name, own, near, right, is_weight=is_weight, **where)
         self.tensors.append((name, own, near, right, is_weight))
 
 
@@ -194,7 +202,7 @@ def plant(kept: Kept, seed: int) -> Iterator[tuple[str, int | None]]:
         for k in EXPONENTS:
             own_spoilt = spoilt(own, where, 1 + 2.0**-k, random.Random(seed))
             found = project(name, own_spoilt, near, right, is_weight)
-            if farthest(found, kept.number).multiple <= 1:
+            if farthest(found, kept.number, kept.nothing).multiple <= 1:
                 break
             seen = k
         size = "many" if right.numel() >= MANY else "few"
@@ -207,6 +215,8 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=None, help="default: a temporary folder")
     parser.add_argument("--output", type=output('{\n "what": "factors', png=""), default=None)
     args = parser.parse_args()
+    if args.work_dir is not None:
+        args.work_dir.mkdir(parents=True, exist_ok=True)
     recorded_alone.Factors = Kept
     counts: Counter[str] = Counter()
     alarms, nearest, wrong, all_chances = [], [], [], {one: [] for one in PRECISIONS}
@@ -220,7 +230,12 @@ def main() -> None:
                 wrong.append([seed, *about, verdict.wrong[0][:300]])
             for kept in Kept.every:
                 nearest += [
-                    [(one := farthest(each, kept.number)).multiple, *about, one.name, one.describe()]
+                    [
+                        (one := farthest(each, kept.number, kept.nothing)).multiple,
+                        *about,
+                        one.name,
+                        one.describe(),
+                    ]
                     for each in kept.found
                 ]
                 nearest = sorted(nearest, reverse=True)[:NEAREST]

@@ -109,7 +109,7 @@ BUGS = {
         "",
     ),
     "CountOfOneMicroBatch": (
-        "step 1: the micro batches count 0.5189, 0.5222, 0.527 (rank 0); 0.4811, 0.4778, 0.473 (rank 1), as in no known mean",
+        "step 1: the micro batches count 0.5189, 0.5222, 0.527 (rank 0); 0.4811, 0.4778, 0.473 (rank 1), which is no known mean",
         UNEXPLAINED,
         None,
         "verl-project/verl/3332",
@@ -127,13 +127,13 @@ BUGS = {
         "huggingface/transformers/38872",
     ),
     "OneRankTwice": (
-        "step 1: the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0.1667, 0.1667, 0.1667 (rank 1), as in no known mean",
+        "step 1: the micro batches count 0.3333, 0.3333, 0.3333 (rank 0); 0.1667, 0.1667, 0.1667 (rank 1), which is no known mean",
         UNEXPLAINED,
         None,
         "",
     ),
     "ZeroedTooEarly": (
-        "step 1: the micro batches count 0, 0, 0.1667 (rank 0); 0, 0, 0.1667 (rank 1), as in no known mean",
+        "step 1: the micro batches count 0, 0, 0.1667 (rank 0); 0, 0, 0.1667 (rank 1), which is no known mean",
         UNEXPLAINED,
         None,
         "bytetriper/RAE/67",

@@ -99,4 +99,4 @@ def test_memory_for_one_parameter(judged, name, status, capsys):
     assert judge.main([str(judged / name), "--memory", "0"]) == status
     line = capsys.readouterr().out.splitlines()[-1]
     assert (line == UNSEEN) == (name == "WithLion") and line.startswith(UNSEEN)
-    assert ("memory does not hold all parameters" in line) == (name != "WithLion")
+    assert ("for which memory does not suffice" in line) == (name != "WithLion")

@@ -184,7 +184,7 @@ WRONG = {
     "BoundByRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
     "they were clipped to different norms, 0.05 and 0.02",
     "BesideApartClipped": "step 1: the optimizers hold a parameter that is none of the recorded model's, is the same on all ranks",
-    "OneCopyLeft": "step 1: one.bias is not given another value, though other weights are, as those of the copies",
+    "OneCopyLeft": "step 1: one.bias is not overwritten after the update, though other weights are, from the copies",
     "ZerosOnOneRank": "step 1: two.weight has a gradient, of zeros, on some ranks, and none on rank 0: its optimizer does not step it",
     "HookOnAWeight": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
     "RowsNotSummed": "step 1: forward/3 (micro batch 0, rank ",

@@ -527,8 +527,8 @@ if __name__ == "__main__":
     [
         (ATTACKED.format(first=ASKS.format("given")), 0, "PASS: 2 steps"),
         # The gradients of weights may be for the update, but the last call alone has a backward pass.
-        (ATTACKED.format(first=ASKS.format("net.bias")), 1, "as in no known mean"),
-        (ATTACKED.format(first=ASKS.format("net.parameters()")), 1, "as in no known mean"),
+        (ATTACKED.format(first=ASKS.format("net.bias")), 1, "which is no known mean"),
+        (ATTACKED.format(first=ASKS.format("net.parameters()")), 1, "which is no known mean"),
         (ATTACKED.format(first=ASKS.format("given, create_graph=True")), 2, "is differentiated again"),
         # The first call is trained on, too.
         (
@@ -741,7 +741,7 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             {"loss": FROM_LOGITS.format(by="(2 + number)")},
             [],
             1,
-            "as in no known mean (nearest",
+            "which is no known mean (nearest",
         ),
         (
             {"loss": FROM_LOGITS.format(by="(26 / (14 - 2 * number))")},
