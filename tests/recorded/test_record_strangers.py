@@ -81,8 +81,8 @@ RIGHT = {
     "ClippedTogether": f"{NOT_JUDGED}; tensors that the optimizers hold and that are none of the model's are not judged: 1",
     **dict.fromkeys(
         ("CopiesWithGradients", "CopiesOfOnes"),
-        f"{NOT_JUDGED}; the update is not judged: the optimizer holds none of the weights, which are then given other values, "
-        "as those of copies",
+        f"{NOT_JUDGED}; the update is not judged: the optimizer holds none of the weights, which are overwritten afterwards, "
+        "as from copies that it updates",
     ),
     **dict.fromkeys(
         ("WeightsOfTasks", "WeightsGiven"),
