@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests; arguments go to pytest. On two cores the whole suite takes 20 minutes.
+# Run the tests; arguments go to pytest. On two cores the whole suite takes an hour and more.
 #
 #   ./run_tests.sh              the tests
 #   ./run_tests.sh --all        the tests with all foreign bugs, every planted fault in both precisions, and the sweep of correct runs

@@ -41,6 +41,7 @@ from lockstep.verdict.factors import (
     is_unknown,
     project,
     ratio,
+    tolerated_of,
 )
 
 PRECISIONS = ("fp32", "autocast", "bf16")
@@ -229,15 +230,12 @@ def main() -> None:
             if verdict.wrong:
                 wrong.append([seed, *about, verdict.wrong[0][:300]])
             for kept in Kept.every:
-                nearest += [
-                    [
-                        (one := farthest(each, kept.number, kept.nothing)).multiple,
-                        *about,
-                        one.name,
-                        one.describe(),
-                    ]
-                    for each in kept.found
-                ]
+                for each in kept.found:
+                    multiples = np.abs(each.excess) / tolerated_of(each, kept.number, kept.nothing)
+                    part = int(multiples.argmax())
+                    nearest.append(
+                        [float(multiples[part]), *about, each.name, each.parts[part], each.excess[part]]
+                    )
                 nearest = sorted(nearest, reverse=True)[:NEAREST]
                 alarms += [[seed, *about, one.name, one.describe()] for one in kept.beyond()]
                 counts[about[1]] += kept.number

@@ -45,10 +45,10 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
             shown.append(
                 f"  {near} of {len(verdict.rows)} tensors and losses are near enough; the farthest, {farthest.name}, is {how_far} what is tolerated"
             )
-        unsure = [row.name for row in verdict.rows if not (row.judged or row.too_far)]
-        if unsure:
+        if verdict.hardly_judged:
+            names = [row.name for row in verdict.hardly_judged]
             shown.append(
-                f"  {len(unsure)} of these are hardly judged, as one process in the run's dtype is as far off: half of their size or more is tolerated of {and_more(unsure)}"
+                f"  {len(names)} of these are hardly judged, as one process in the run's dtype is as far off: half of their size or more is tolerated of {and_more(names)}"
             )
         shown += [f"  {sentence}" for sentence in verdict.wrong[:SHOWN]]
         shown += [f"  note: {note}" for note in verdict.notes]
@@ -59,13 +59,10 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     if wrong:
         return [*shown, f"FAIL: {step}{wrong[0]}"]
     unjudged = dict.fromkeys(sentence for verdict in steps for sentence in verdict.unjudged)
-    unsure = [
-        row.name for verdict in steps for row in verdict.rows if row.which_pass != "update" and not row.judged
-    ]
-    if unsure:
-        unjudged[
-            f"{and_more(list(dict.fromkeys(unsure)))} {'is' if len(unsure) == 1 else 'are'} hardly judged"
-        ] = None
+    computed = [row.name for verdict in steps for row in verdict.hardly_judged if row.which_pass != "update"]
+    if computed:
+        names = list(dict.fromkeys(computed))
+        unjudged[f"{and_more(names)} {'is' if len(names) == 1 else 'are'} hardly judged"] = None
     means = dict.fromkeys(
         f"the gradient is that of {verdict.named.weighting.label}{verdict.difference}"
         for verdict in steps

@@ -148,10 +148,10 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     Its excess is 0 if that is not beyond. A part that agrees with the reference counts as right, even if the yardstick does not
     agree.
     """
-    tolerated = _tolerated(one, number, nothing)
+    tolerated = tolerated_of(one, number, nothing)
     multiple = np.abs(one.excess) / tolerated
     if one.from_reference is not None:
-        of_reference = np.abs(one.from_reference.excess) / _tolerated(one.from_reference, number, nothing)
+        of_reference = np.abs(one.from_reference.excess) / tolerated_of(one.from_reference, number, nothing)
         multiple = np.where(of_reference <= 1, np.minimum(multiple, of_reference), multiple)
     index = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[index]) <= tolerated[index]:
@@ -165,7 +165,7 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     return Factor(one.name, one.shape, part, excess, allowed, one.where, one.rank)
 
 
-def _tolerated(one: Projections, number: int, nothing: float) -> np.ndarray:
+def tolerated_of(one: Projections, number: int, nothing: float) -> np.ndarray:
     """Return what is tolerated of the excess of each part."""
     # Student's tail, bounded: P(|t| > x) < (1 + x^2 / n)^(-(n - 1) / 2) for x > 1
     freedom = np.maximum(one.freedom, FEWEST)

@@ -64,6 +64,9 @@ class Judgement:
     ranks: dict[int, float] = field(default_factory=dict)
     picture: Picture | None = field(default=None, compare=False)
     factor: Factor | None = None  # one that its distance hides
+    exact_zero: bool = (
+        False  # whether it is zero in exact arithmetic, so that only its rounding errors are judged
+    )
 
     @property
     def kind(self) -> str:
@@ -182,7 +185,7 @@ class Yardstick:
             [
                 distance
                 for name, distance in found.items()
-                if is_vector_gradient(name, entries[name]) and not self._is_zero(name, distance)
+                if is_vector_gradient(name, entries[name]) and not self.is_zero(name, distance)
             ]
         )
 
@@ -193,14 +196,15 @@ class Yardstick:
         yardstick = measure(
             self.found[name],
             self.typical if is_vector else None,
-            noise if self._is_zero(name, distance) else None,
+            noise if self.is_zero(name, distance) else None,
         )
         floor = self.floor if entry["dtype"] == "F32" else FLOOR
         return tolerance(
             name, distance, yardstick.times(times if is_vector else 1.0), ROUNDOFF[entry["dtype"]], floor
         )
 
-    def _is_zero(self, name: str, distance: Distance) -> bool:
+    def is_zero(self, name: str, distance: Distance) -> bool:
+        """Whether a tensor is zero in exact arithmetic."""
         noise = self.noise.get(name)
         return name in self.zeros or (noise is not None and is_zero(distance, noise, self.precision))
 

@@ -83,6 +83,11 @@ class StepVerdict:
         if sentence not in self.unjudged:
             self.unjudged.append(sentence)
 
+    @property
+    def hardly_judged(self) -> list[Judgement]:
+        """Rows of which half of their size or more is tolerated, so that zeros in their place might not be noticed."""
+        return [row for row in self.rows if not (row.judged or row.too_far or row.exact_zero)]
+
     def gradients(
         self, observed: Gradients, right: Gradients, near: Gradients, **more: Any
     ) -> list[Judgement]:
@@ -152,7 +157,13 @@ def judged(
             )
     yardstick = Yardstick(yardstick_distances, entries, precision, arithmetic.floor, zeros)
     rows = [
-        Judgement(step, key, distance, *yardstick.tolerance(key, distance))
+        Judgement(
+            step,
+            key,
+            distance,
+            *yardstick.tolerance(key, distance),
+            exact_zero=distance.norm == 0 or yardstick.is_zero(key, distance),
+        )
         for key, distance in distances.items()
     ]
     add_pictures(
