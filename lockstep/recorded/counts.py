@@ -29,15 +29,15 @@ class Counts:
 
     def __init__(
         self,
-        of_ranks: Ranks,
+        rank_checks: Ranks,
         gradients: Gradients,
         clipped: dict[str, float],
         columns: list[Gradients],
         weighed: LossWeights,
     ):
-        self.of_ranks, self.gradients, self.clipped = of_ranks, gradients, clipped
+        self.rank_checks, self.gradients, self.clipped = rank_checks, gradients, clipped
         self.columns, self.weighed = columns, weighed
-        self.micro, self.tolerated = of_ranks.micro, of_ranks.verdict.tolerated_weights
+        self.micro, self.tolerated = rank_checks.micro, rank_checks.verdict.tolerated_weights
 
     def in_worst(self, rows: list[Judgement], nominal: torch.Tensor) -> str:
         """Return how much micro batches count in the gradient that is farthest off, to be read after it; "" if that says nothing.
@@ -67,7 +67,7 @@ class Counts:
         ranks_of: dict[str, list[int]] = {}
         # Whether in the shards of each rank only those micro batches count that it was called with
         are_unreduced = True
-        for rank in self.of_ranks.ranks:
+        for rank in self.rank_checks.ranks:
             fitted = self._fit_of_rank(rank, names)
             if fitted is None or not fitted.typical <= self.tolerated:
                 return ""
@@ -91,9 +91,9 @@ class Counts:
 
         `of_first` are the weights of their losses on the first rank.
         """
-        rank, number = self.of_ranks.odd, len(self.micro)
+        rank, number = self.rank_checks.odd, len(self.micro)
         fitted = self._fit_of_rank(
-            rank, [name for name in self.of_ranks.verdict.differ if name in self.gradients]
+            rank, [name for name in self.rank_checks.verdict.differ if name in self.gradients]
         )
         if fitted is None or not fitted.typical <= self.tolerated:
             return
@@ -101,12 +101,12 @@ class Counts:
         # These gradients are those of further terms alone.
         if float(fitted.weights[:number].norm()) <= least and fitted.squares:
             return
-        self.of_ranks.say_of_unreduced(f"; on rank {rank}, {self.weighed.counts(fitted.weights)}")
+        self.rank_checks.say_of_unreduced(f"; on rank {rank}, {self.weighed.counts(fitted.weights)}")
 
     def _fit_of_rank(self, rank: int, names: Iterable[str]) -> Fit | None:
         """Return the weights of the columns in a rank's own gradients, or its shards of them; None if they have too few elements to say."""
-        record, step = self.of_ranks.ranks[rank], self.of_ranks.verdict.step
-        found = ((name, self.of_ranks.recording.part(rank, step, f"gradient/{name}")) for name in names)
+        record, step = self.rank_checks.ranks[rank], self.rank_checks.verdict.step
+        found = ((name, self.rank_checks.recording.part(rank, step, f"gradient/{name}")) for name in names)
         shards = {name: shard for name, shard in found if shard is not None}
         if not self._are_enough(shards):
             return None

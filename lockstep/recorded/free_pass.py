@@ -94,7 +94,7 @@ class FreePass:
                 told[module] = choice if whole is None else whole
         return tensors, told
 
-    def judge(self, of_ranks: Ranks) -> bool:
+    def judge(self, rank_checks: Ranks) -> bool:
         """Judge modules, the task and replicas. Return whether a module is wrong."""
         verdict, reference = self.verdict, self.right
         if reference.kernels:
@@ -110,11 +110,11 @@ class FreePass:
         is_wrong = self.modules.close()
         first = next((row for row in self.modules.rows.values() if row.too_far), None)
         if first is not None and first.which_pass == "forward":
-            verdict.wrong[before:before] = self._why(first, of_ranks)
-            later = {*of_ranks.of_clips}
+            verdict.wrong[before:before] = self._why(first, rank_checks)
+            later = {*rank_checks.clip_problems}
             # Gradients differ between ranks because the outputs do that they come from.
-            if of_ranks.unreduced:
-                of_ranks.say_of_unreduced("", instead=True)
+            if rank_checks.unreduced:
+                rank_checks.say_of_unreduced("", instead=True)
                 later |= {sentence for sentence in verdict.wrong if sentence.startswith("gradients differ")}
             verdict.wrong.sort(key=lambda sentence: sentence in later)
         return is_wrong
@@ -179,10 +179,10 @@ class FreePass:
                 f"{NOT_LINEAR}, such as that of {name}: a function's backward method forgets what it is given"
             )
 
-    def _why(self, first: Judgement, of_ranks: Ranks) -> list[str]:
+    def _why(self, first: Judgement, rank_checks: Ranks) -> list[str]:
         """Return why the first output of a module that is wrong is wrong, as sentences; [] if it is not known."""
         ranks = [rank for rank, multiple in first.ranks.items() if not multiple <= 1]
-        sentences = of_ranks.unlike(first.name.removeprefix("forward/"), ranks)
+        sentences = rank_checks.unlike(first.name.removeprefix("forward/"), ranks)
         if sentences or self.verdict.pieces > 1 or self.verdict.step > 1:
             return sentences
         name = first.name.replace("/", "/0/", 1)

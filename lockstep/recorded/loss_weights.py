@@ -65,7 +65,7 @@ class LossWeights:
         self.norm_of_steps = norm_of_steps
         self.shares = data_parallel_shares(micro)
         # What is wrong with the norm of clipping. It is said after what may have caused it.
-        self.of_norm: list[str] = []
+        self.norm_problems: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
         # The factor by which the loop clipped by itself, as far as norms show it; 1 if it did not
         self.by_hand = 1.0
@@ -98,7 +98,7 @@ class LossWeights:
         named = verdict.named = self._of_samples(measured, named) or named
         known = named.weighting.weights * divisors
         reference = self.made_of(torch.cat([known, term_weights / named.factor]))
-        self.of_norm = clips.judge(verdict, self.ranks[0], reference, self.beside, causes)
+        self.norm_problems = clips.judge(verdict, self.ranks[0], reference, self.beside, causes)
         verdict.factor = named.factor
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
             norm = self.norm_of_steps()

@@ -40,9 +40,9 @@ class Ranks:
         # A rank whose gradients or weights differ from those of the first
         self.odd = 0
         # What is wrong after the update
-        self.of_update: list[str] = []
+        self.update_problems: list[str] = []
         # How ranks clip otherwise, which may be because their gradients differ
-        self.of_clips: list[str] = []
+        self.clip_problems: list[str] = []
 
     def agreed(self, kind: str) -> Gradients:
         """Return the whole tensors of a kind of `KINDS`, by name, and judge whether replicas have the same."""
@@ -156,7 +156,7 @@ class Ranks:
         if self.ranks[0].reduced < size or 2 * len(apart) >= len(differ):
             return False
         if apart:
-            self.of_update.append(
+            self.update_problems.append(
                 f"weights differ after the update between ranks that hold the same: {and_more(apart)}"
             )
         return True
@@ -190,8 +190,8 @@ class Ranks:
         judged.
         """
         if not any(record.clipped_early is not None for record in self.ranks.values()):
-            self.of_clips = list(itertools.islice(self._differing_clips(), 1))
-            self.verdict.wrong += self.of_clips
+            self.clip_problems = list(itertools.islice(self._differing_clips(), 1))
+            self.verdict.wrong += self.clip_problems
 
     def _differing_clips(self) -> Iterator[str]:
         """Yield a sentence for each clip by a norm that differs between the first rank and another."""

@@ -126,13 +126,13 @@ class _Step:
         self.micro = [micro_batch for micro_batch in used if not micro_batch.is_zero] or used
         # Pieces of the same samples follow each other.
         self.micro.sort(key=lambda micro_batch: (micro_batch.first.ranks[0], micro_batch.number))
-        self.of_ranks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
+        self.rank_checks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         # What is wrong with the norm of clipping. It is said after what may have caused it.
-        self.of_norm: list[str] = []
+        self.norm_problems: list[str] = []
         # How much each micro batch counts in the worst gradient, as the end of a sentence about it
         self.counted = ""
         self.by_hand = False  # whether the loop clipped by itself
-        self.alone_in_loss: list[str] = []  # parameters that the loop's loss alone depends on
+        self.only_in_loss: list[str] = []  # parameters that the loop's loss alone depends on
 
     def _discards(self) -> bool:
         """Whether gradients that are set to zero before the step are those of passes that do not belong to it.
@@ -150,7 +150,7 @@ class _Step:
         )
 
     def judge(self, expect: str | None) -> StepVerdict:
-        verdict, ranks = self.verdict, self.of_ranks
+        verdict, ranks = self.verdict, self.rank_checks
         weights, gradients = ranks.agreed("weight"), ranks.agreed("gradient")
         name = next((name for name, weight in weights.items() if weight.is_complex()), None)
         if name is not None:
@@ -223,7 +223,7 @@ class _Step:
         for result in (*self.free.exact, *self.free.near):
             result.gradients = {}  # they take the most room
         self._judge_alone(nominal, after_modules)
-        verdict.wrong += self.of_norm + missing + ranks.of_update
+        verdict.wrong += self.norm_problems + missing + ranks.update_problems
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
         self._say_unjudged()
         return verdict
@@ -259,9 +259,9 @@ class _Step:
             self.verdict.leave(
                 f"the part of the gradient of {and_more(sorted(beside))} that the loop's own loss gives it by itself is not judged"
             )
-        if self.alone_in_loss:
+        if self.only_in_loss:
             self.verdict.leave(
-                f"the gradient of {and_more(self.alone_in_loss)}, which the loop's loss alone depends on, is not judged"
+                f"the gradient of {and_more(self.only_in_loss)}, which the loop's loss alone depends on, is not judged"
             )
         if self.ranks[0].of_others:
             self.verdict.leave(
@@ -284,7 +284,7 @@ class _Step:
             streamed=self.streamed,
             redraws=self.redraws,
         )
-        modules_wrong = self.free.judge(self.of_ranks)
+        modules_wrong = self.free.judge(self.rank_checks)
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
         self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
@@ -293,7 +293,7 @@ class _Step:
         losses = len(self.micro)
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
         yardstick = Sum(self.gradients, columns_of(self.free.near), fitted.weights, self.clipped)
-        self.of_ranks.judge_samples()
+        self.rank_checks.judge_samples()
         self.free.judge_losses()
         loss_weights, nominal = fitted.weights, None
         # Gradients that follow from wrong modules say nothing of the loop.
@@ -301,15 +301,15 @@ class _Step:
             again = normalisation.fit(yardstick, columns, self.clipped, like=fitted, losses=losses)
             numbers = {len(records[0].micro_batches) for records in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
-            norm = functools.partial(self.of_ranks.norm_of_steps, self.gradients.keys())
+            norm = functools.partial(self.rank_checks.norm_of_steps, self.gradients.keys())
             weighed = LossWeights(
                 verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
             )
             loss_weights = weighed.judge(fitted, again, expect)
             yardstick = Sum(self.gradients, columns_of(self.free.near), loss_weights, self.clipped)
-            self.of_norm, nominal = weighed.of_norm, weighed.nominal
+            self.norm_problems, nominal = weighed.norm_problems, weighed.nominal
             self.by_hand = weighed.by_hand != 1
-            counts = Counts(self.of_ranks, self.gradients, self.clipped, columns, weighed)
+            counts = Counts(self.rank_checks, self.gradients, self.clipped, columns, weighed)
             if weighed.unexplained:
                 message = verdict.wrong.pop()
                 verdict.wrong.append(Wrong(message, counts.in_shards(self.gradients)))
@@ -319,8 +319,8 @@ class _Step:
                 self._are_right(means, torch.cat([known, term_weights])) for known in weighed.known if means
             ):
                 # No rank is the one to blame.
-                self.of_ranks.say_of_unreduced(": each rank has its own, and their mean is right")
-            elif self.of_ranks.unreduced:
+                self.rank_checks.say_of_unreduced(": each rank has its own, and their mean is right")
+            elif self.rank_checks.unreduced:
                 counts.on_odd_rank(fitted.weights)
         reference = made_of(loss_weights)
         rows = verdict.gradients(self.gradients, reference, yardstick)
@@ -333,12 +333,12 @@ class _Step:
             rounding = self._rounding(rows)
             self.verdict.wrong[after_modules:after_modules] = [rounding] * bool(rounding)
         if 2 * sum(row.too_far for row in rows) > len(rows):
-            verdict.wrong[after_modules:after_modules] = self.of_ranks.clipped_apart()
+            verdict.wrong[after_modules:after_modules] = self.rank_checks.clipped_apart()
         return nominal, after_modules
 
     def _means_of_ranks(self) -> dict[str, torch.Tensor]:
         """Return the means over the ranks of gradients that were not reduced; none if they were clipped since."""
-        if not self.of_ranks.unreduced or self.ranks[0].clips:
+        if not self.rank_checks.unreduced or self.ranks[0].clips:
             return {}
         step = self.verdict.step
         return {
@@ -365,7 +365,7 @@ class _Step:
         if not used or not alone:
             return {}
         self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
-        self.alone_in_loss = [name for name in alone if every[name].any()]
+        self.only_in_loss = [name for name in alone if every[name].any()]
         return {name: float(every[name].double().norm()) for name in alone}
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
@@ -416,7 +416,7 @@ class _Step:
         """
         wrong = []
         waiting = self.recording.waiting(self.verdict.step)
-        beside = {*self.ranks[0].frozen, *self.alone_in_loss, *waiting}
+        beside = {*self.ranks[0].frozen, *self.only_in_loss, *waiting}
         unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(
@@ -450,7 +450,7 @@ class _Step:
         if previous == 0 or not wrong or not set(wrong) <= set(self.recording.names(previous, "gradient")):
             return
         gradients = Lazy(wrong, lambda name: self.gradients[name])
-        kept = Lazy(wrong, lambda name: self.of_ranks.whole(previous, f"gradient/{name}"))
+        kept = Lazy(wrong, lambda name: self.rank_checks.whole(previous, f"gradient/{name}"))
         columns = columns_of(self.free.exact)
         without, with_it = (
             normalisation.fit(gradients, sources, self.clipped, losses=len(columns))
