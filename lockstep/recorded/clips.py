@@ -8,6 +8,7 @@ import torch
 
 from lockstep.recorded.causes import Causes
 from lockstep.recorder.recorded_step import Clip, StepRecord
+from lockstep.verdict.judgement import ZERO
 from lockstep.verdict.rows import StepVerdict, Wrong
 from lockstep.verdict.scalars import float32_norm_error
 
@@ -26,6 +27,9 @@ def judge(
     """
     clips = [clip for clip in rank.clips if not clip.by_value]
     sizes = {name: _Size(tensor) for name, tensor in whole.items() if tensor.numel()} if clips else {}
+    # What a norm is of gradients that are zero in exact arithmetic, rounding errors alone decide.
+    largest = max((size.rms for size in sizes.values()), default=0.0)
+    sizes = {name: size for name, size in sizes.items() if size.rms > ZERO * largest}
     # What earlier clips multiplied each gradient by
     factors = dict.fromkeys([*whole, *beside], 1.0)
     wrong: list[str] = []
@@ -63,28 +67,33 @@ def _judge_one(
     in_float32 = float(torch.stack([*(size.in_float32 for size in sizes), unjudged.float()]).norm())
     error = float32_norm_error(norm, in_float32, max(size.numel for size in sizes))
     largest = max(size.largest for size in sizes)
-    # Gradients that are exactly zero have a norm of zero: any other norm is wrong.
-    tolerated = (error / norm if norm else 0.0) + verdict.tolerated_weights
-    # The run may have clipped by the largest element.
-    if abs(clip.norm - largest) <= tolerated * largest:
-        norm = largest
+    tolerated = error / norm + verdict.tolerated_weights
+    # The run may have clipped by the largest element, or by the sum of all elements' sizes.
+    for other in (largest, sum(size.sum for size in sizes)):
+        if abs(clip.norm - other) <= tolerated * other:
+            norm = other
     if not verdict.number(label, clip.norm, norm, tolerated * norm).too_far:
         return []
-    times = clip.norm / norm if norm else math.inf
+    times = clip.norm / norm
     message = f"the gradient was clipped by a norm of {clip.norm:.7g}, {times:.5g} times that of the reference's gradient, {norm:.7g}"
     return [Wrong(message, "; it was clipped before scaler.unscale_(optimizer)" * causes.is_scale(times))]
 
 
 class _Size:
-    """The norm of a tensor, also in float32, its largest element and its number of elements."""
+    """The norm of a tensor, also in float32, the largest and the sum of its elements' sizes, and how many it has."""
 
     def __init__(self, tensor: torch.Tensor):
         self.norm, self.in_float32 = tensor.norm(), tensor.float().norm()
-        self.largest, self.numel = float(tensor.abs().max()), tensor.numel()
+        self.largest, self.sum, self.numel = (
+            float(tensor.abs().max()),
+            float(tensor.abs().sum()),
+            tensor.numel(),
+        )
+        self.rms = float(self.norm) / math.sqrt(self.numel)
 
     def times(self, factor: float) -> "_Size":
         """Return the size of the tensor times a factor."""
         scaled = copy.copy(self)
         scaled.norm, scaled.in_float32 = self.norm * factor, self.in_float32 * factor
-        scaled.largest = self.largest * abs(factor)
+        scaled.largest, scaled.sum = self.largest * abs(factor), self.sum * abs(factor)
         return scaled

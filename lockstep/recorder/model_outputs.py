@@ -57,11 +57,15 @@ def mapped(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor], nam
             return output
         return type(output)(*elements) if hasattr(output, "_fields") else type(output)(elements)
     if isinstance(output, dict) or not name or _is_record(output):
-        fields = _fields(output)
-        for key, value in list(fields.items()):
+        for key, value in list(_fields(output).items()):
             replacement = mapped(value, change, f"{prefix}{key}")
-            if replacement is not value:
-                fields[key] = replacement
+            if replacement is value:
+                continue
+            if isinstance(output, dict):
+                output[key] = replacement
+            else:
+                # A dataclass may be frozen.
+                object.__setattr__(output, key, replacement)
     return output
 
 
@@ -101,4 +105,9 @@ def _is_record(value: Any, inside: int = 2) -> bool:
 
 
 def _fields(output: Any) -> dict[str, Any]:
-    return output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    if isinstance(output, dict):
+        return output
+    if dataclasses.is_dataclass(output) and not hasattr(output, "__dict__"):  # its fields are slots
+        names = (field.name for field in dataclasses.fields(output))
+        return {name: getattr(output, name) for name in names if hasattr(output, name)}
+    return getattr(output, "__dict__", {})

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import dataclasses
 import os
 
 import pytest
@@ -774,3 +775,76 @@ def test_a_batch_that_is_known_by_heart(scale, weight):
     found = recognise(logits.double(), logits.grad)
     assert found is not None and found.labels.equal(labels)
     assert found.weight == pytest.approx(weight, rel=1e-4)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, torch.inf])
+@pytest.mark.parametrize("factor, status", [(1, 0), (2, 1)])
+def test_norms_of_other_kinds(tmp_path, capsys, norm_type, factor, status):
+    """Negative control: a gradient that was doubled before it was clipped."""
+    torch.manual_seed(0)
+    with recorded(tmp_path, LM) as (model, optimizer):
+        for ((ids, labels),) in drawn():
+            optimizer.zero_grad()
+            (factor * model(ids, labels)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type)
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == status, out
+
+
+class Scores(torch.nn.Module):
+    """The bias of the keys has no effect: its gradient is zero in exact arithmetic, and rounding errors are its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
+        return (weights @ self.value(x)).square().mean()
+
+
+def test_a_norm_of_rounding_errors_alone(tmp_path, capsys):
+    with recorded(tmp_path, Scores) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 5, 8)).backward()
+            for parameter in model.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, 1e-3)
+            optimizer.step()
+    status, out = verdict(tmp_path, capsys)
+    assert status == 0, out
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+class Returns(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inside, self.kind = torch.nn.Linear(8, 8), kind
+
+    def forward(self, x):
+        scores = self.inside(x)
+        return self.kind(scores.square().mean(), scores)
+
+
+@pytest.mark.parametrize("kind", [Slots, Frozen])
+@pytest.mark.parametrize("factor, status", [(1, 0), (2, 1)])
+def test_outputs_without_a_dict_or_frozen(tmp_path, capsys, kind, factor, status):
+    with recorded(tmp_path, lambda: Returns(kind)) as (model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            (factor * model(torch.randn(4, 8)).loss).backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == status, out

@@ -145,7 +145,7 @@ def test_a_module_whose_inputs_differ_between_ranks_is_not_called_wrong_by_itsel
         run.alone = ModuleResults(dump="0" * 64, rows=far, choices=[])
         assert [one.name for one in run.by_themselves] == named
         assert len(run.after_unlike) == 3 - len(named)
-        assert ("come after tensors" in by_itself(run)) == (len(named) < 3)
+        assert ("are computed after tensors" in by_itself(run)) == (len(named) < 3)
 
 
 def outcome(*arguments, **options):
