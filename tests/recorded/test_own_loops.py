@@ -848,3 +848,45 @@ def test_outputs_without_a_dict_or_frozen(tmp_path, capsys, kind, factor, status
             optimizer.step()
     found, out = verdict(tmp_path, capsys)
     assert found == status, out
+
+
+CLOSURE = """
+import torch
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+
+
+def main():
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(4):
+        x = torch.randn(8, 4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = {factor} * F.mse_loss(net(x), x[:, :1])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_the_loss_of_a_model_that_is_first_called_in_a_closure(tmp_path, capsys, factor):
+    """The command finds the model inside of the first step, and sees the losses of the steps after it."""
+    script = tmp_path / "train.py"
+    script.write_text(CLOSURE.format(factor=factor))
+    assert record.main(["--output", str(tmp_path / "out"), str(script)]) == 0
+    status, out = verdict(tmp_path / "out", capsys)
+    assert status == 0 and "mse_loss" in out
+    # A factor that is none of the run's numbers may be meant: a note.
+    assert ("the loop makes its own loss by mse_loss" in out, "3 times" in out) == (
+        factor == 1,
+        factor == 3,
+    ), out
