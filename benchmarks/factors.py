@@ -163,18 +163,9 @@ class Kept(Factors):
         self.tensors: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, bool]] = []
         Kept.every.append(self)
 
-    def add(
-        self,
-        name: str,
-        own: torch.Tensor,
-        near: torch.Tensor,
-        right: torch.Tensor,
-        *,
-        is_weight: bool,
-        **where: Any,
-    ) -> None:
-        super().add(name, own, near, right, is_weight=is_weight, **where)
-        self.tensors.append((name, own, near, right, is_weight))
+    def add(self, *tensors: Any, is_weight: bool, **where: Any) -> None:
+        super().add(*tensors, is_weight=is_weight, **where)
+        self.tensors.append((*tensors, is_weight))
 
 
 def spoilt(own: torch.Tensor, where: str, factor: float, draw: random.Random) -> torch.Tensor:
@@ -236,7 +227,7 @@ def main() -> None:
                     nearest.append(
                         [float(multiples[part]), *about, each.name, each.parts[part], each.excess[part]]
                     )
-                nearest = sorted(nearest, reverse=True)[:NEAREST]
+                nearest = sorted(nearest, key=lambda row: -row[0])[:NEAREST]
                 alarms += [[seed, *about, one.name, one.describe()] for one in kept.beyond()]
                 counts[about[1]] += kept.number
                 all_chances[about[1]] += [chances(one) for one in kept.found]

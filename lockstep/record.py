@@ -96,9 +96,7 @@ def _run(script: Path, arguments: list[str], finding: "ModelFinder") -> int:
         # Python joins these, too, when it ends.
         if not process.daemon:
             process.join()
-    if finding.recorder is None and not (
-        finding.started and _is_written_since(finding.options[0], start_time)
-    ):
+    if finding.recorder is None and not (finding.started and _is_written_since(finding.output, start_time)):
         program = f"{script}, or a process that it started," if finding.started else str(script)
         raise UserError(
             f"{program} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"

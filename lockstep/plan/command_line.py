@@ -16,7 +16,7 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.flags import Help, Parser, add_flag
 from lockstep.inputs import architectures, texts
 from lockstep.plan import strategies
-from lockstep.plan.config import PARAM_DTYPES, PRECISIONS, REPLAY, TAKEN_NAMES, Config, Precision
+from lockstep.plan.config import PARAM_DTYPES, PRECISIONS, REPLAY, TAKEN_NAMES, Config, Precision, is_taken
 from lockstep.plan.resources import (
     device_elsewhere,
     require_one_process_or_ranks,
@@ -126,7 +126,7 @@ def _precision(given: Precision | None, autocast: bool, param_dtype: str | None)
 
 def _require_run_name(name: str) -> None:
     is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name)
-    if not is_name or name in TAKEN_NAMES or name.startswith(REPLAY):
+    if not is_name or is_taken(name):
         raise UserError(
             f"--run_name {name}: must be letters, digits, _, . and -, and not {', '.join(TAKEN_NAMES)} or {REPLAY}...; choose another name"
         )

@@ -36,6 +36,13 @@ CONTROL = "control"
 # Names that no other run may have, and how those of replays begin
 TAKEN_NAMES = (CONTROL, "reference")
 REPLAY = "replay_"
+
+
+def is_taken(name: str) -> bool:
+    """Whether only Lockstep itself may give a run this name."""
+    return name in TAKEN_NAMES or name.startswith(REPLAY)
+
+
 BASELINE = "ddp"  # what the others are held against; it writes the initial weights
 # The colours of figures are those of Okabe and Ito, which colour-blind people tell apart. Vermilion shows a tolerance, or what was missed.
 BLUE, ORANGE, VERMILION = "#0072B2", "#E69F00", "#D55E00"

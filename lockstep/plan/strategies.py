@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError
-from lockstep.plan.config import BASELINE, REPLAY, TAKEN_NAMES, Spec
+from lockstep.plan.config import BASELINE, Spec, is_taken
 from lockstep.plan.ddp import DDP
 from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.fsdp import FSDP
@@ -41,7 +41,7 @@ def spec_of(name: str) -> Spec:
             f"{path}: {class_name}: axes is {spec.axes!r}; it must be a tuple of some of {', '.join(AXES)}"
         )
     name = re.sub(r"\W", "_", class_name).lower()
-    if name in SPECS or name in TAKEN_NAMES or name.startswith(REPLAY):
+    if name in SPECS or is_taken(name):
         raise UserError(
             f"{path}: {class_name}: a run of this strategy would be called {name}, as one of Lockstep's own; rename the class"
         )

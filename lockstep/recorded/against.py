@@ -269,8 +269,8 @@ def _settings(ranks: list[dict[int, StepRecord]]) -> Iterator[str]:
     ours, theirs = map(_settings_of, ranks)
     yield from _in_one_run([ours, theirs], "held by an optimizer")
     names_of: dict[tuple[str, str, str], list[str]] = {}
-    for name in filter(theirs.__contains__, ours):
-        for key in filter(theirs[name].__contains__, ours[name]):
+    for name in [name for name in ours if name in theirs]:
+        for key in [key for key in ours[name] if key in theirs[name]]:
             here, there = ours[name][key], theirs[name][key]
             if not _same(here, there):
                 names_of.setdefault((key, _shown(here), _shown(there)), []).append(name)

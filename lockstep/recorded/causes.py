@@ -4,12 +4,12 @@ import math
 
 import torch
 
-from lockstep.recorder.micro_batch import IGNORED, JoinedMicroBatch, data_parallel_shares
-from lockstep.recorder.recorded_step import StepRecord
+from lockstep.recorded.ranks import Ranks
+from lockstep.recorder.micro_batch import IGNORED, data_parallel_shares
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.normalisation import Weighting
-from lockstep.verdict.rows import StepVerdict, Wrong
+from lockstep.verdict.rows import Wrong
 
 # Where a factor came in
 BEGUN = "; it is there when the backward pass begins"
@@ -21,15 +21,14 @@ class Causes:
 
     def __init__(
         self,
-        verdict: StepVerdict,
-        ranks: dict[int, StepRecord],
-        micro: list[JoinedMicroBatch],
+        rank_checks: Ranks,
         exact: list[Computed],
         tokens: list[int],
         elsewhere: int,
     ):
-        self.verdict, self.ranks, self.micro, self.exact, self.tokens = verdict, ranks, micro, exact, tokens
-        self.shares = data_parallel_shares(micro)
+        self.verdict, self.ranks, self.micro = rank_checks.verdict, rank_checks.ranks, rank_checks.micro
+        self.exact, self.tokens = exact, tokens
+        self.shares = data_parallel_shares(self.micro)
         # The micro batches of a rank in a step that has another number of them; 0: all have as many
         self.elsewhere = elsewhere
 

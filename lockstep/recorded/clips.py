@@ -84,12 +84,12 @@ class _Size:
 
     def __init__(self, tensor: torch.Tensor):
         self.norm, self.in_float32 = tensor.norm(), tensor.float().norm()
-        self.largest, self.sum, self.numel = (
-            float(tensor.abs().max()),
-            float(tensor.abs().sum()),
-            tensor.numel(),
-        )
-        self.rms = float(self.norm) / math.sqrt(self.numel)
+        sizes = tensor.abs()
+        self.largest, self.sum, self.numel = float(sizes.max()), float(sizes.sum()), tensor.numel()
+
+    @property
+    def rms(self) -> float:
+        return float(self.norm) / math.sqrt(self.numel)
 
     def times(self, factor: float) -> "_Size":
         """Return the size of the tensor times a factor."""

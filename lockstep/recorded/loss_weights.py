@@ -10,8 +10,8 @@ from lockstep.ground.words import and_more
 from lockstep.recorded import clips
 from lockstep.recorded.causes import Causes
 from lockstep.recorded.model import dtype_of
-from lockstep.recorder.micro_batch import JoinedMicroBatch, data_parallel_shares
-from lockstep.recorder.recorded_step import StepRecord
+from lockstep.recorded.ranks import Ranks
+from lockstep.recorder.micro_batch import data_parallel_shares
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT
@@ -26,7 +26,7 @@ from lockstep.verdict.normalisation import (
     Sum,
     Weighting,
 )
-from lockstep.verdict.rows import StepVerdict, Wrong
+from lockstep.verdict.rows import Wrong
 
 # In 16 bits, the weight of a micro batch may be off by this many machine epsilons: its loss is divided and scaled
 # there, and gradients are clipped.
@@ -48,22 +48,21 @@ class LossWeights:
 
     def __init__(
         self,
-        verdict: StepVerdict,
-        ranks: dict[int, StepRecord],
-        micro: list[JoinedMicroBatch],
+        rank_checks: Ranks,
         exact: list[Computed],
         made_of: Callable[[torch.Tensor], Sum],
         elsewhere: int,
         norm_of_steps: Callable[[], float],
         beside: dict[str, float],
     ):
-        self.verdict, self.ranks, self.micro, self.exact, self.made_of = verdict, ranks, micro, exact, made_of
+        self.rank_checks, self.exact, self.made_of = rank_checks, exact, made_of
+        self.verdict, self.ranks, self.micro = rank_checks.verdict, rank_checks.ranks, rank_checks.micro
         # The micro batches of a rank in a step that has another number of them; 0 if all steps have as many
         self.elsewhere = elsewhere
         self.beside = beside  # the norms of recorded gradients that are not judged
         # The norm that the gradients of several steps have; 0 if they have different ones
         self.norm_of_steps = norm_of_steps
-        self.shares = data_parallel_shares(micro)
+        self.shares = data_parallel_shares(self.micro)
         # What is wrong with the norm of clipping. It is said after what may have caused it.
         self.norm_problems: list[str] = []
         self.unexplained = False  # whether no weights give the gradients
@@ -91,7 +90,7 @@ class LossWeights:
         verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + roundoffs + uncertain
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
-        causes = Causes(verdict, self.ranks, self.micro, self.exact, tokens, self.elsewhere)
+        causes = Causes(self.rank_checks, self.exact, tokens, self.elsewhere)
         self.known = [candidate.weights * divisors for candidate in candidates]
         measured = loss_weights / divisors
         named = normalisation.nearest(measured, tokens, candidates)

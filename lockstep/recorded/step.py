@@ -302,9 +302,7 @@ class _Step:
             numbers = {len(records[0].micro_batches) for records in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.rank_checks.norm_of_steps, self.gradients.keys())
-            weighed = LossWeights(
-                verdict, self.ranks, self.micro, self.free.exact, made_of, elsewhere, norm, beside
-            )
+            weighed = LossWeights(self.rank_checks, self.free.exact, made_of, elsewhere, norm, beside)
             loss_weights = weighed.judge(fitted, again, expect)
             yardstick = Sum(self.gradients, columns_of(self.free.near), loss_weights, self.clipped)
             self.norm_problems, nominal = weighed.norm_problems, weighed.nominal

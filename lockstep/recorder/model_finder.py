@@ -32,7 +32,7 @@ class ModelFinder:
         HERE[:] = [self]
         self.started = False  # whether processes were started that may train
         self.sees_starts = patches.see_calls(multiprocessing.process.BaseProcess, "start", self._see_start)
-        self.options = output, steps, modules
+        self.output, self.options = output, (output, steps, modules)
         self.recorder: Recorder | None = None
         self.updating = False
         # Models that were called in evaluation mode with gradients enabled

@@ -20,10 +20,10 @@ from lockstep.ground.errors import UserError
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 
 IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
-FACTORIES = {"rand", "randn"}
+FACTORIES = {"normal", "rand", "randn"}
 # These draw inside, where no mode sees it
 HIDDEN = {"fractional_max_pool2d", "fractional_max_pool3d", "rrelu", "rrelu_"}
-LIKE = {"bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
+LIKE = {"bernoulli", "multinomial", "poisson", "rand_like", "randn_like"}
 DRAWING = IN_PLACE | FACTORIES | LIKE | HIDDEN
 ATTENTION = {"scaled_dot_product_attention"}
 OTHER_DROPOUT = {"alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"}
@@ -120,10 +120,11 @@ def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named)
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
-    # `torch.normal` of two numbers and a size has no tensor either.
-    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in (*args, *kwargs.values()))
-    is_factory = function.__name__ in FACTORIES or (function.__name__ == "normal" and not has_tensor)
-    if is_factory and narrow_kwargs.get("dtype") is None:
+    # `torch.normal` of tensors draws in their dtype.
+    has_dtype = narrow_kwargs.get("dtype") is not None or any(
+        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in (*args, *kwargs.values())
+    )
+    if function.__name__ in FACTORIES and not has_dtype:
         narrow_kwargs["dtype"] = dtype
     drawn = function(*narrow_args, **narrow_kwargs)
     if function.__name__ in IN_PLACE:

@@ -162,7 +162,7 @@ def judged(
             key,
             distance,
             *yardstick.tolerance(key, distance),
-            exact_zero=distance.norm == 0 or yardstick.is_zero(key, distance),
+            exact_zero=yardstick.is_zero(key, distance),
         )
         for key, distance in distances.items()
     ]
