@@ -18,7 +18,6 @@ cp_fault = functools.partial(
     axes=("cp",),
     needs=("context",),
     mesh=Mesh(cp=2),
-    precisions=("fp32",),
 )
 ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
 

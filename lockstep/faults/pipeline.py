@@ -12,9 +12,7 @@ from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.mesh import Mesh
 from lockstep.training.torch_strategy import local
 
-pp_fault = functools.partial(
-    fault, bug_class="pipeline", axes=("pp",), needs=("pipeline",), mesh=Mesh(pp=2), precisions=("fp32",)
-)
+pp_fault = functools.partial(fault, bug_class="pipeline", axes=("pp",), needs=("pipeline",), mesh=Mesh(pp=2))
 
 
 @pp_fault(

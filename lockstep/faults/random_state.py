@@ -71,7 +71,6 @@ def attention_dropout_in_one_strategy_only(run: Planting) -> Plant:
     evidence=NO_SENTENCE,
     first="gradient/model.layers.1.mlp.down_proj.weight",
     arguments=("--activation_checkpointing",),
-    precisions=("fp32",),
 )
 def recomputed_with_other_random_numbers(run: Planting) -> Plant:
     """The state of the random numbers is not restored, so that a layer drops other elements when it is computed again.

@@ -82,7 +82,6 @@ def mean_of_all_means(run: Planting) -> Plant:
     evidence=MEAN.format("2 cp ranks"),
     axes=("cp",),
     mesh=Mesh(cp=2),
-    precisions=("fp32",),
 )
 def mean_of_the_means_of_cp_ranks(run: Planting) -> Plant:
     """Every rank divides by the labels at its own positions."""

@@ -151,7 +151,6 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
     axes=("tp",),
     mesh=Mesh(tp=2),
     flags=("--compile", "aot_eager"),
-    precisions=("fp32",),
 )
 def compiled_layer_drops_the_embedding_gradient(run: Planting) -> Plant:
     """torch's own: a compiled layer is given the output of a collective that is still on its way, and sends it no gradient."""

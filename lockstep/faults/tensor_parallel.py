@@ -33,7 +33,6 @@ sp_fault = functools.partial(
     needs=("drop_norm_gradient_sum", "cut_without_sum"),
     mesh=Mesh(tp=2),
     flags=("--sequence_parallel",),
-    precisions=("fp32",),
 )
 
 

@@ -184,7 +184,6 @@ ulysses_fault = functools.partial(
     mesh=Mesh(cp=2),
     bug_class="context parallelism",
     cause="context parallelism",
-    precisions=("fp32",),
 )
 
 

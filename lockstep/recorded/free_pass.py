@@ -130,9 +130,9 @@ class FreePass:
                 task.note_buffers(self.verdict, called, self.right, self.plain)
             if self.redraws:
                 redrawn.draw_again(self.plain, self.near[-1], self.exact[-1], called, told)
-            if self.verdict.step == 1 and len(self.exact) == 1:
-                self._judge_linearity(called, told)
         exacts, yardsticks = self.exact[-len(pieces) :], self.near[-len(pieces) :]
+        is_first = self.verdict.step == 1 and exacts[0] is self.exact[0]
+        arrived = exacts[0].arrived
         if self._find_cut(recorded, exacts):
             recorded = [self.recorded(called) for called in pieces]
         for exact, yardstick in zip(exacts, yardsticks, strict=True):
@@ -146,6 +146,8 @@ class FreePass:
             # These take the most memory.
             for result in (exact, yardstick):
                 result.modules, result.logits, result.at_logits = {}, None, None
+        if is_first:
+            self._judge_linearity(pieces[0], recorded[0][1], arrived)
 
     def _find_cut(
         self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], exacts: list[Computed]
@@ -166,11 +168,16 @@ class FreePass:
         self.cut |= dims
         return bool(dims)
 
-    def _judge_linearity(self, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor]) -> None:
-        """Judge whether the gradients are twice as large if twice the gradient arrives at what the model returns."""
+    def _judge_linearity(
+        self, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor], arrived: float
+    ) -> None:
+        """Judge whether the gradients are twice as large if twice the gradient arrives at what the model returns.
+
+        `arrived` is what arrived at the loss in the run.
+        """
         first = self.exact[0]
         name = _not_linear(self.right, micro_batch, told, first)
-        if name and first.arrived == 1 and first.loss is not None:
+        if name and arrived == 1 and first.loss is not None:
             self.verdict.notes.append(
                 f"{NOT_LINEAR}, such as that of {name}; here 1 arrives, so this run is not affected"
             )

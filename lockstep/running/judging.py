@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 from lockstep.ground import processes, startup, user_file
 from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
@@ -93,10 +95,15 @@ def judge(
 
 
 def _in_processes(tasks: list[Task], workers: int) -> list[StepVerdict]:
-    with ProcessPoolExecutor(
-        workers, get_context("spawn"), processes.end_with_parent, (signal.SIGKILL,)
-    ) as pool:
+    # More threads than cores would wait for each other.
+    threads = max(1, torch.get_num_threads() // workers)
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (threads,)) as pool:
         return list(pool.map(Task.judge_elsewhere, tasks))
+
+
+def _begin_worker(threads: int) -> None:
+    processes.end_with_parent(signal.SIGKILL)
+    torch.set_num_threads(threads)
 
 
 def _over_ray(tasks: list[Task], memory: float) -> list[StepVerdict]:

@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from lockstep.verdict.distance import BLOCK, Size, size_of
+from lockstep.verdict.distance import BLOCK, QUIET, Size, size_of
 from lockstep.verdict.lazy import Lazy
 
 ROUNDS = 20  # of iteratively reweighted least squares
@@ -50,6 +50,7 @@ class Fit:
         return statistics.median(self.rest.values())
 
 
+@QUIET
 def fit(
     observed: Gradients,
     columns: list[Gradients],
@@ -66,10 +67,10 @@ def fit(
     products: Products = {}
     squares = {} if like is None else like.squares
     for name in observed:
-        norm = _norm(_pieces(observed, name))
-        if norm > 0:
-            squares[name], right = _products(observed, columns, factors, name, squares.get(name))
-            products[name] = (squares[name] / norm**2, right / norm**2)
+        square, between, right = _products(observed, columns, factors, name, squares.get(name))
+        if square > 0:
+            squares[name] = between
+            products[name] = (between / square, right / square)
     if not products:
         return Fit(torch.zeros(len(columns), dtype=torch.float64), dict.fromkeys(observed, 0.0))
     tensor_weights = dict.fromkeys(products, 1.0)
@@ -94,20 +95,21 @@ def _products(
     factors: Factors | None,
     name: str,
     known: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inner products of the columns of one tensor with each other, and with the observed tensor.
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """Return the inner products of one tensor: observed with itself, of the columns with each other, and of the columns with observed.
 
-    `known` are the former, if they are known already.
+    `known` are those of the columns with each other, if they are known already.
     """
-    between = torch.zeros(len(columns), len(columns), dtype=torch.float64)
-    with_observed = torch.zeros(len(columns), dtype=torch.float64)
+    square, between, right = 0.0, np.zeros((len(columns), len(columns))), np.zeros(len(columns))
     sums = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
     for piece, *column_pieces in zip(*(_pieces(like, name) for like in (observed, *sums)), strict=True):
+        square += float(np.dot(piece, piece))
         for i, column_piece in enumerate(column_pieces):
-            with_observed[i] += np.dot(column_piece, piece)
+            right[i] += np.dot(column_piece, piece)
             for j in range(i + 1) if known is None else ():
                 between[i, j] += np.dot(column_piece, column_pieces[j])
-    return between + between.tril(-1).T if known is None else known, with_observed
+    symmetric = torch.from_numpy(between + np.tril(between, -1).T)
+    return square, symmetric if known is None else known, torch.from_numpy(right)
 
 
 def _solved(products: Products, tensor_weights: dict[str, float]) -> torch.Tensor:
@@ -162,13 +164,17 @@ class Sum(Mapping[str, torch.Tensor]):
             largest = largest.or_more(size_of(column[name]).times(abs(weight)))
         return largest
 
+    @QUIET
     def rest(self) -> dict[str, float]:
         """Return the relative 2-norm of what the sum leaves of each tensor of `like`; 0 for a tensor that is zero."""
         rest = {}
         for name in self.like:
-            norm = _norm(_pieces(self.like, name))
-            pairs = zip(_pieces(self.like, name), _pieces(self, name), strict=True)
-            rest[name] = _norm(piece - summed for piece, summed in pairs) / norm if norm > 0 else 0.0
+            left = whole = 0.0
+            for piece, summed in zip(_pieces(self.like, name), _pieces(self, name), strict=True):
+                difference = piece - summed
+                left += float(np.dot(difference, difference))
+                whole += float(np.dot(piece, piece))
+            rest[name] = math.sqrt(left / whole) if whole > 0 else 0.0
         return rest
 
     def __contains__(self, name: object) -> bool:
@@ -193,24 +199,19 @@ def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
     return Lazy(terms, make)
 
 
-def _pieces(gradients: Gradients, name: str) -> Iterator[torch.Tensor]:
+def _pieces(gradients: Gradients, name: str) -> Iterator[np.ndarray]:
     """Yield a tensor in flat pieces in float64, so that memory holds no whole tensor for each column."""
     terms = gradients.of(name) if isinstance(gradients, Sum) else []
     if not terms:
         for piece in gradients[name].flatten().split(BLOCK):
-            yield piece.double()
+            yield piece.double().numpy()
         return
     weights = [weight for weight, _ in terms]
     for pieces in zip(*(_pieces(column, name) for _, column in terms), strict=True):
         weighted = (
             piece if weight == 1 else piece * weight for weight, piece in zip(weights, pieces, strict=True)
         )
-        yield functools.reduce(torch.add, weighted)
-
-
-def _norm(pieces: Iterable[torch.Tensor]) -> float:
-    """Return the 2-norm of a tensor that comes in pieces."""
-    return math.sqrt(sum(float(piece.square().sum()) for piece in pieces))
+        yield functools.reduce(np.add, weighted)
 
 
 @dataclass
