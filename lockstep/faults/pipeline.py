@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import NO_SENTENCE, fault
+from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.mesh import Mesh
 from lockstep.training.torch_strategy import local
@@ -33,6 +33,7 @@ def tied_gradients_not_summed_over_stages(run: Planting) -> Plant:
     cause="weights",
     evidence="ranks [1] hold another model.embed_tokens.weight than other ranks, with equal gradient and moments: it differed before the step",
     first="forward/lm_head",
+    precisions=WEIGHTS_IN_FP32,
 )
 def tied_ends_start_apart(run: Planting) -> Plant:
     """The head's replica of the tied weights on the last stage is larger by one in a thousand."""

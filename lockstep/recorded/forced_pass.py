@@ -36,6 +36,8 @@ class ForcedPass:
         # The gradients of each micro batch, in float64 and in the run's dtypes
         self.right: list[Gradients] = []
         self.near: list[Gradients] = []
+        # The gradients of the first micro batch as they arrived at the parameters, in the run's dtypes
+        self.of_one: Gradients = {}
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
 
@@ -96,6 +98,9 @@ class ForcedPass:
         self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, exact, plain)
         self.right.append(exact.gradients)
         self.near.append(plain.gradients)
+        if not self.of_one:
+            gradients, arrived = plain.gradients, plain.arrived
+            self.of_one = Lazy(gradients, lambda name: gradients[name].double() * arrived)
 
     def judge(
         self,
@@ -128,7 +133,13 @@ class ForcedPass:
         exact = Sum(observed, self.right, weights, clipped)
         yardstick = accumulated(Sum(observed, self.near, weights, clipped), dtypes)
         rows = self.verdict.gradients(
-            observed, exact, yardstick, factors=self.factors, dtypes=dtypes, zeros=zeros
+            observed,
+            exact,
+            yardstick,
+            factors=self.factors,
+            dtypes=dtypes,
+            of_one=self.of_one,
+            zeros=zeros,
         )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)
 

@@ -8,10 +8,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.recorder.patches import Undo, replace
+from lockstep.recorder.wrapped import fsdp_groups
 
 # What attributes were before they were divided, by name, of each module
 BEFORE = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, int]]()
@@ -39,10 +39,7 @@ def sizes_of(model: torch.nn.Module) -> dict[int, set[int]]:
     # How many dims of a parameter's mesh are FSDP2's. They come first.
     fsdp_dims = {
         id(fsdp_parameter.sharded_param): group.mesh_info.mesh.ndim
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in [module._get_fsdp_state()._fsdp_param_group]
-        if group
+        for group in fsdp_groups(model)
         for fsdp_parameter in group.fsdp_params
     }
     sizes: dict[int, set[int]] = {}

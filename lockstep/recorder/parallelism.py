@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lockstep.ground.errors import UserError
+from lockstep.recorder.wrapped import fsdp_groups
 
 PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
 
@@ -102,11 +103,5 @@ def groups() -> list[list[int]]:
 
 def data_parallel(model: torch.nn.Module) -> list[int]:
     """Return the ranks that FSDP2 divides the samples among, as far as this rank knows; [] without FSDP2."""
-    fsdp_groups = [
-        module._get_fsdp_state()._fsdp_param_group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    return sorted(
-        {rank for group in fsdp_groups if group for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
-    )
+    meshes = [group.mesh_info.mesh for group in fsdp_groups(model)]
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})

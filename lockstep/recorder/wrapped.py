@@ -1,6 +1,7 @@
 """The model inside of wrappers, and its parameters by the names that it has for them itself."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -38,11 +39,20 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {clean(name): shards.get(id(p), p) for name, p in model.named_parameters()}
 
 
-def _shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Yield what FSDP2 has in the place of each parameter now, and the shard of the parameter."""
+def fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters. A module has several if its parameters are sharded over several meshes."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            for fsdp_param in group.fsdp_params if group else ():
-                place = fsdp_param._module_info
-                yield getattr(place.module, place.param_name), fsdp_param.sharded_param
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):  # in newer releases of torch
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group:
+                yield state._fsdp_param_group
+
+
+def _shards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield what FSDP2 has in the place of each parameter now, and the shard of the parameter."""
+    for group in fsdp_groups(model):
+        for fsdp_param in group.fsdp_params:
+            place = fsdp_param._module_info
+            yield getattr(place.module, place.param_name), fsdp_param.sharded_param

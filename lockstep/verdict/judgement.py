@@ -166,7 +166,8 @@ class Yardstick:
     """The distances of correct tensors, by which the same tensors of other runs are judged.
 
     `found` has the distances by name, `entries` the shapes and dtypes. `zeros` are names of tensors that are known to be zero in
-    exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave.
+    exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave. `rounded` are names of gradients that
+    autocast rounded to 16 bits, where others are not rounded so.
     """
 
     def __init__(
@@ -176,18 +177,23 @@ class Yardstick:
         precision: str,
         floor: float = FLOOR,
         zeros: Collection[str] = (),
+        rounded: Collection[str] = (),
     ):
         self.found, self.entries, self.precision, self.zeros = found, entries, precision, zeros
+        self.rounded = rounded
         self.floor = floor  # of tensors in float32
         self.noise = noise_of(found, entries, precision)
         # Without those that are zero in exact arithmetic: their relative errors say nothing of others
-        self.typical = typical_error(
-            [
-                distance
-                for name, distance in found.items()
-                if is_vector_gradient(name, entries[name]) and not self.is_zero(name, distance)
-            ]
-        )
+        vectors = {
+            name: distance
+            for name, distance in found.items()
+            if is_vector_gradient(name, entries[name]) and not self.is_zero(name, distance)
+        }
+        # Of the vectors that were rounded, and of the others
+        self.typical = {
+            is_rounded: typical_error([x for name, x in vectors.items() if (name in rounded) == is_rounded])
+            for is_rounded in (True, False)
+        }
 
     def tolerance(self, name: str, distance: Distance, times: float = 1.0) -> Size:
         """Return what is tolerated of a tensor. For the gradient of a vector, the yardstick's error counts `times` as much."""
@@ -195,7 +201,7 @@ class Yardstick:
         is_vector = is_vector_gradient(name, entry)
         yardstick = measure(
             self.found[name],
-            self.typical if is_vector else None,
+            self.typical[name in self.rounded] if is_vector else None,
             noise if self.is_zero(name, distance) else None,
         )
         floor = self.floor if entry["dtype"] == "F32" else FLOOR
@@ -235,6 +241,14 @@ class OfDDP(Yardstick):
 def is_vector_gradient(name: str, entry: dict) -> bool:
     """Whether it is the gradient of a scalar, a vector, or a matrix of one row or column."""
     return name.startswith("gradient/") and sum(size > 1 for size in entry["shape"]) <= 1
+
+
+def is_of_16_bits(tensor: torch.Tensor) -> bool:
+    """Whether all elements are numbers of bfloat16 or float16, but for a rounding error of float64, and not all are zero."""
+    return bool(tensor.any()) and any(
+        tensor.allclose(tensor.to(dtype).to(tensor.dtype), 1e-9, 0.0)
+        for dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:
