@@ -60,15 +60,15 @@ def sizes(tensor: torch.Tensor) -> Size:
 
 
 def distance(dump: Dump, reference: Dump, name: str) -> Distance:
-    exact = reference.tensor(1, name).double()
-    true = sizes(exact)
-    return Distance(*sizes(dump.tensor(1, name).double() - exact), *true, true.norm, *true, 1.0)
+    reference_tensor = reference.tensor(1, name).double()
+    true = sizes(reference_tensor)
+    return Distance(*sizes(dump.tensor(1, name).double() - reference_tensor), *true, true.norm, *true, 1.0)
 
 
-def exact_update(
+def reference_update(
     dump: Dump, reference: Dump, name: str, clip: float
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Kind -> (exact tensor, what it should show) of AdamW's first step, from the run's own gradient."""
+    """Kind -> (the reference's tensor, what it should show) of AdamW's first step, from the run's own gradient."""
     options, (b1, b2) = dump.run["config"], BETAS
     old, gradient = (
         reference.tensor(0, f"parameter/{name}").double(),
@@ -89,9 +89,9 @@ def limit(is_noticed: Callable[[float], bool]) -> float:
     return 2.0**high if high <= LARGEST else float("inf")
 
 
-def limits_of(mine, exact, change, yardstick, name: str, sign: int, roundoff: float) -> dict[str, float]:
+def limits_of(mine, reference, change, yardstick, name: str, sign: int, roundoff: float) -> dict[str, float]:
     """The limits of one tensor, by what is spoilt."""
-    error, true, shown = mine - exact, sizes(exact), sizes(change)
+    error, true, shown = mine - reference, sizes(reference), sizes(change)
     middling = int(mine.abs().flatten().median(dim=0).indices)
     own, its_error = float(mine.view(-1)[middling]), float(error.view(-1)[middling])
     rest = error.clone()
@@ -131,14 +131,14 @@ def limits(folder: Path, kind: str) -> dict[str, list[float]]:
         mine, yardstick = dump.tensor(1, name).double(), Size(0.0, 0.0)
         if kind in UPDATE:
             clip = clip_factor(dump.run["config"], dump.steps[1]["grad_norm"])
-            exact, change = exact_update(dump, reference, name.split("/", 1)[1], clip)[kind]
+            reference_tensor, change = reference_update(dump, reference, name.split("/", 1)[1], clip)[kind]
         else:
-            exact = change = reference.tensor(1, name).double()
+            reference_tensor = change = reference.tensor(1, name).double()
             yardstick = measure(
                 distance(ddp, reference, name), typical if is_vector_gradient(name, entries[name]) else None
             )
         roundoff = ROUNDOFF[entries[name]["dtype"]]
-        for what, value in limits_of(mine, exact, change, yardstick, name, sign, roundoff).items():
+        for what, value in limits_of(mine, reference_tensor, change, yardstick, name, sign, roundoff).items():
             found[what].append(value)
     return {what: sorted(values) for what, values in found.items()}
 
@@ -148,24 +148,24 @@ class Computed:
     """A tensor of a run, and what its module gives in the run's dtypes and in float64 from the inputs that it had in the run."""
 
     own: torch.Tensor
-    near: torch.Tensor
-    right: torch.Tensor
+    yardstick: torch.Tensor
+    reference: torch.Tensor
     is_weight: bool
     tolerated: tuple[float, float]
 
     def is_noticed(self, name: str, where: str, sign: int, seed: str, number: int, e: float) -> bool:
         """Whether a factor of 1 + sign e is. The run has `number` projections."""
         own = spoilt(self.own, where, 1 + sign * e, random.Random(seed))
-        if farthest(project(name, own, self.near, self.right, self.is_weight), number).multiple > 1:
+        if farthest(project(name, own, self.yardstick, self.reference, self.is_weight), number).multiple > 1:
             return True
-        return Judgement(1, name, distance_of(own, self.right), *self.tolerated).too_far
+        return Judgement(1, name, distance_of(own, self.reference), *self.tolerated).too_far
 
 
 def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
     """(the tensors of step 1 of all micro batches; the number of projections of the run)."""
     dump, initial = Dump(folder / strategy), Dump(folder / "reference")
-    exact, plain = forced.plain_model(dump), forced.plain_model(dump)
-    make_exact(exact, dump.layout.tables)
+    reference_model, yardstick_model = forced.model_of(dump), forced.model_of(dump)
+    make_exact(reference_model, dump.layout.tables)
     real, tolerated = recorded_rows.judged, dict[str, tuple[float, float]]()
 
     def judged(step: int, *arguments: Any) -> list[Judgement]:
@@ -180,7 +180,7 @@ def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
         mock.patch.object(recorded_modules, "judged", judged),
         mock.patch.object(recorded_rows, "judged", judged),
     ):
-        forced.judge(dump, initial, exact, plain)
+        forced.judge(dump, initial, reference_model, yardstick_model)
     first = Kept.every[0]
     return {name: Computed(*tensors, tolerated[name]) for name, *tensors in first.tensors}, first.number
 

@@ -186,18 +186,20 @@ def spoilt(own: torch.Tensor, where: str, factor: float, draw: random.Random) ->
 def plant(kept: Kept, seed: int) -> Iterator[tuple[str, int | None]]:
     """(kind of tensor and where, the largest k of a factor 1 + 2^-k from which on every larger one is seen)."""
     draw = random.Random(seed)
-    for name, own, near, right, is_weight in draw.sample(kept.tensors, min(PLANTED, len(kept.tensors))):
-        if right.numel() < 256 or not bool(right.any()):
+    for name, own, yardstick, reference, is_weight in draw.sample(
+        kept.tensors, min(PLANTED, len(kept.tensors))
+    ):
+        if reference.numel() < 256 or not bool(reference.any()):
             continue
         where = draw.choice([one for one in WHERE if one != "one sample" or not is_weight])
         seen = None
         for k in EXPONENTS:
             own_spoilt = spoilt(own, where, 1 + 2.0**-k, random.Random(seed))
-            found = project(name, own_spoilt, near, right, is_weight)
+            found = project(name, own_spoilt, yardstick, reference, is_weight)
             if farthest(found, kept.number, kept.nothing).multiple <= 1:
                 break
             seen = k
-        size = "many" if right.numel() >= MANY else "few"
+        size = "many" if reference.numel() >= MANY else "few"
         yield f"{name.split('/')[0]}, {where}, {size} elements", seen
 
 

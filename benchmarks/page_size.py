@@ -49,11 +49,12 @@ def large(*, wrong: bool) -> Page:
         for one in each
     ]
     names += [f"forward/further.{number}.module" for number in range(TENSORS // STEPS - len(names))]
-    right = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)).double()
-    distance = distance_of(right * (1 + 1e-7), right)
+    reference = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)).double()
+    distance = distance_of(reference * (1 + 1e-7), reference)
     tolerated = distance.error / 10 if wrong else distance.error * 2
     pictures = [
-        draw(right * (1 + 1e-7), right, tolerated, distance.largest_error, side) for side in (SIDE, COARSE)
+        draw(reference * (1 + 1e-7), reference, tolerated, distance.largest_error, side)
+        for side in (SIDE, COARSE)
     ]
     rows, drawn, chance = [], Counter[str](), random.Random(0)
     for name in names:

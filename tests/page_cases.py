@@ -38,13 +38,13 @@ def names():
 
 def row(step, name, wrong=False):
     """A tensor of 8 x 6 elements, right but for rounding; a wrong one has twice the right values in its last four rows."""
-    right = torch.arange(1.0, 49).reshape(8, 6).double() / 48
-    own = right * (1 + TOLERANCE / 5)
+    reference = torch.arange(1.0, 49).reshape(8, 6).double() / 48
+    own = reference * (1 + TOLERANCE / 5)
     if wrong:
         own[4:] *= 2
-    found = Judgement(step, name, distance_of(own, right), TOLERANCE * float(right.norm()), TOLERANCE)
+    found = Judgement(step, name, distance_of(own, reference), TOLERANCE * float(reference.norm()), TOLERANCE)
     if wrong or name == HIDDEN or name.endswith("lm_head"):
-        found.picture = draw(own, right, found.tolerated, found.tolerated_largest)
+        found.picture = draw(own, reference, found.tolerated, found.tolerated_largest)
     return found
 
 
@@ -210,11 +210,11 @@ def fed():
 def positions():
     """An output (samples, positions, 4 heads of 2) on cp 2 x tp 2. The wrong ones are of head 2, in both pieces that cp rank 0 has of each sequence."""
     name = "forward/model.layers.0.self_attn.q_proj"
-    right = torch.arange(1.0, 257).reshape(2, 16, 8).double() / 256
-    own = right.clone()
+    reference = torch.arange(1.0, 257).reshape(2, 16, 8).double() / 256
+    own = reference.clone()
     own[:, [2, 3, 12], 4:6] *= 2
-    one = Judgement(1, name, distance_of(own, right), TOLERANCE, TOLERANCE)
-    one.picture = draw(own, right, TOLERANCE, TOLERANCE)
+    one = Judgement(1, name, distance_of(own, reference), TOLERANCE, TOLERANCE)
+    one.picture = draw(own, reference, TOLERANCE, TOLERANCE)
     page = Page(
         "verification", "FAIL", "tiny-qwen2 in fp32", "One output.", [], [], heads={"": [4, 2, None, 8]}
     )

@@ -94,11 +94,11 @@ def counted_otherwise(case: Case) -> Cause | None:
         shown = ", ".join(f"{count:.0f}" for count in counts.tolist())
         sentence = f"{what} that of a mean over {words} of means over their own labels ({shown}), not of the mean over all {total} labels"
         weights_by_sentence[sentence] = total / (len(counts) * counts.clamp(min=1))[group][..., None]
-    exact, own = case.exact(case.first), case.own(case.first)
+    reference, own = case.reference(case.first), case.own(case.first)
     candidates = sorted(
-        (float((own - weights * exact).norm()), sentence)
+        (float((own - weights * reference).norm()), sentence)
         for sentence, weights in weights_by_sentence.items()
-        if case.explains(case.first, weights * exact)
+        if case.explains(case.first, weights * reference)
     )
     if not candidates or len(candidates) > 1 and candidates[1][0] <= NEARER * candidates[0][0]:
         return None
@@ -133,9 +133,9 @@ def labels_of_a_shard(case: Case) -> Cause | None:
     """The gradient of the logits is wrong exactly for the tokens whose labels lie in some shards of the vocabulary."""
     if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.first):
         return None
-    own, exact = case.own(case.first), case.exact(case.first)
+    own, reference = case.own(case.first), case.reference(case.first)
     labels = case.own("batch/labels").long().flatten()
-    error = (own - exact).flatten(0, -2).norm(dim=1)
+    error = (own - reference).flatten(0, -2).norm(dim=1)
     is_wrong = error > LEFT * float(error.max())
     shard_size = -(-own.shape[-1] // case.mesh.tp)
     shards = labels // shard_size  # as torch.chunk cuts
@@ -155,12 +155,14 @@ def weights_of_samples(case: Case) -> Cause | None:
     if case.first != case.names.logits_gradient:
         return None
     dp, micro = case.mesh.num_sample_shares, case.micro_batches
-    own, exact = (tensor.chunk(dp * micro) for tensor in (case.own(case.first), case.exact(case.first)))
+    own, reference = (
+        tensor.chunk(dp * micro) for tensor in (case.own(case.first), case.reference(case.first))
+    )
     factors = torch.tensor(
-        [evidence.multiple_of(a, b) for a, b in zip(own, exact, strict=True)], dtype=torch.float64
+        [evidence.multiple_of(a, b) for a, b in zip(own, reference, strict=True)], dtype=torch.float64
     )
     if not case.explains(
-        case.first, torch.cat([factor * b for factor, b in zip(factors, exact, strict=True)])
+        case.first, torch.cat([factor * b for factor, b in zip(factors, reference, strict=True)])
     ):
         return None
     return cause_of_weights(case, factors.view(dp, micro), "the gradient of the logits")

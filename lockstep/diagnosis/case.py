@@ -1,6 +1,6 @@
 """One run that failed, and its first wrong tensor: what was captured, and whether a value explains it.
 
-In this folder, `own` is what the run computed, and `exact` what the reference has.
+In this folder, `own` is what the run computed, and `reference` what the reference has.
 """
 
 import math
@@ -40,7 +40,7 @@ class Case:
         replay: Dump | None,
         failure: Failure | None = None,
     ):
-        self.result, self.strategy, self.reference, self._replay = result, strategy, reference, replay
+        self.result, self.strategy, self._reference, self._replay = result, strategy, reference, replay
         self.found = result.runs[strategy]
         self.dump = self.found.dump
         self.step, _, first, _ = failure or self.found.failures_from_batch[0]
@@ -59,7 +59,7 @@ class Case:
         self.entry = self.dump.steps[self.step]
         self.rows, self.norm = self.found.rows_of(self.step), self.found.norm_of(self.step)
         self.not_computed = [name for step, name in self.dump.missing if step == self.step]
-        self._right_dump = replay if replay is not None and self.step in replay.steps else reference
+        self._reference_of_step = replay if replay is not None and self.step in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
         """Return the first failure of every later step that has one."""
@@ -71,7 +71,7 @@ class Case:
 
     def at(self, failure: Failure) -> "Case":
         """Return the case of the same run, with another failure as the first."""
-        return Case(self.result, self.strategy, self.reference, self._replay, failure)
+        return Case(self.result, self.strategy, self._reference, self._replay, failure)
 
     # Tensors
 
@@ -79,9 +79,9 @@ class Case:
         """Return a tensor that the run computed, in its first wrong step unless another step is given."""
         return self.dump.tensor(self.step if step is None else step, name).double()
 
-    def exact(self, name: str) -> torch.Tensor:
+    def reference(self, name: str) -> torch.Tensor:
         """Return the reference's tensor of the step. It has the batch, forward, backward, and gradients."""
-        return self._right_dump.tensor(self.step, name).double()
+        return self._reference_of_step.tensor(self.step, name).double()
 
     def before(self, parameter: str, step: int | None = None) -> torch.Tensor:
         """Return a parameter as it must have been before the step, or before an earlier one.
@@ -89,7 +89,7 @@ class Case:
         Before step 1 this is the initial parameter, otherwise the run's own after the step before.
         """
         step = self.step if step is None else step
-        source = self.reference if step == 1 else self.dump
+        source = self._reference if step == 1 else self.dump
         return source.tensor(step - 1, f"parameter/{parameter}").double()
 
     def average_before(self, parameter: str) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Case:
         kind, _, parameter = name.partition("/")
         if kind in ("parameter", *self.dump.layout.state) and not self.steps_built_in(parameter):
             is_frozen = parameter in self.dump.layout.model.frozen
-            return self.before(parameter) if is_frozen else self.exact(name)
+            return self.before(parameter) if is_frozen else self.reference(name)
         if kind == "parameter":
             return self.updated(parameter)
         if kind == "average":
@@ -130,7 +130,7 @@ class Case:
         if kind in MOMENTS:
             kept = MOMENTS[kind] * self.own(name, self.step - 1) if self.step > 1 else 0
             return self.fresh(name) + kept
-        return self.exact(name)
+        return self.reference(name)
 
     def fresh(self, name: str) -> torch.Tensor:
         """Return what a first step makes of a moment: (1 - beta) times the run's own clipped gradient, or times its square."""
@@ -320,7 +320,7 @@ class Case:
     def has(self, *names: str) -> bool:
         """Whether the run and its reference have all of these tensors of the step."""
         return all(
-            name in self.entry["tensors"] and name in self._right_dump.steps[self.step]["tensors"]
+            name in self.entry["tensors"] and name in self._reference_of_step.steps[self.step]["tensors"]
             for name in names
         )
 

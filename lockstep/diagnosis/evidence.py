@@ -28,27 +28,29 @@ def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
     return [name for name, value in known.items() if abs(factor - value) <= near * value]
 
 
-def relative_error(own: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+def relative_error(own: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """Return the relative error (2-norm) of several pieces together; 0 if the reference is zero."""
-    error = sum(float((a - b).square().sum()) for a, b in zip(own, exact, strict=True))
-    size = sum(float(b.square().sum()) for b in exact)
+    error = sum(float((a - b).square().sum()) for a, b in zip(own, reference, strict=True))
+    size = sum(float(b.square().sum()) for b in reference)
     return math.sqrt(error / size) if size else 0.0
 
 
-def dropped_elements(own: torch.Tensor, exact: torch.Tensor) -> float | None:
+def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None:
     """Return the fraction of elements that dropout has zeroed; None if it is not dropout.
 
     Dropout zeroes scattered elements, and the others are larger to make up for it. The mask is random, so the fraction of zeros is p
     only by chance. The others must be 1 / (1 - p) times the reference, for a p as near to the fraction as chance allows. Zeros that
     fill rows are no dropout.
     """
-    is_zeroed = (own == 0) & (exact != 0)
+    is_zeroed = (own == 0) & (reference != 0)
     count, fraction = int(is_zeroed.sum()), float(is_zeroed.double().mean())
     if own.ndim < 2 or count < 10 or not 0.005 <= fraction <= 0.6:
         return None
-    is_kept = ~is_zeroed & (exact != 0)
-    factor = multiple_of(own[is_kept], exact[is_kept])
-    error = relative_error([own[is_kept]], [factor * exact[is_kept]]) if math.isfinite(factor) else math.inf
+    is_kept = ~is_zeroed & (reference != 0)
+    factor = multiple_of(own[is_kept], reference[is_kept])
+    error = (
+        relative_error([own[is_kept]], [factor * reference[is_kept]]) if math.isfinite(factor) else math.inf
+    )
     if not (
         factor > 1
         and error <= SAME_FACTOR
@@ -68,8 +70,11 @@ def are_rounded_to_bfloat16(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) 
     Many float32 numbers are not all bfloat16 numbers by chance. Zeros and ones are, so some tensor must have many values.
     """
     has_many_values = False
-    for own, exact in pairs:
-        if not bool((own == own.bfloat16().double()).all()) or not relative_error([own], [exact]) <= 2.0**-5:
+    for own, reference in pairs:
+        if (
+            not bool((own == own.bfloat16().double()).all())
+            or not relative_error([own], [reference]) <= 2.0**-5
+        ):
             return False
         has_many_values = has_many_values or len(own.unique()) >= 16
     return has_many_values

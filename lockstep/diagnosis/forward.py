@@ -20,37 +20,39 @@ def batch(case: Case) -> Cause:
 def _how_wrong(case: Case) -> str:
     """Return in what way a batch is wrong, in words."""
     dp = case.mesh.num_sample_shares
-    own, exact = case.own(case.first), case.exact(case.first)
-    own_of, exact_of = own.chunk(dp), exact.chunk(dp)
+    own, reference = case.own(case.first), case.reference(case.first)
+    own_of, reference_of = own.chunk(dp), reference.chunk(dp)
     peers = [rank for rank in case.odd_ranks(case.first) if case.mesh.coordinates(rank).tp]
     if peers:
         return f"tensor-parallel peers were given different batches: ranks {peers} differ"
     if case.first == "batch/attention_mask":
-        for side, own_part, exact_part in (
-            ("before", own[:, 1:], exact[:, :-1]),
-            ("after", own[:, :-1], exact[:, 1:]),
+        for side, own_part, reference_part in (
+            ("before", own[:, 1:], reference[:, :-1]),
+            ("after", own[:, :-1], reference[:, 1:]),
         ):
-            if torch.equal(own_part, exact_part):
+            if torch.equal(own_part, reference_part):
                 return f"the attention mask at each position is that of the position {side} it"
         return "ids and labels are right, the attention mask is not"
     if case.first == "batch/position_ids":
         is_consecutive = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
         sentence = "the positions of documents do not begin again, so documents see each other"
         return sentence if is_consecutive else "ids and labels are right, the positions are not"
-    pairs = [(a, b) for a in range(dp) for b in range(dp) if a != b and torch.equal(own_of[a], exact_of[b])]
+    pairs = [
+        (a, b) for a in range(dp) for b in range(dp) if a != b and torch.equal(own_of[a], reference_of[b])
+    ]
     if pairs:
         return f"DP rank {pairs[0][0]} was given the samples of DP rank {pairs[0][1]}"
     if case.first == "batch/labels":
         return "the input ids are right, the labels are not"
     batches = [
         torch.cat([tensor_of("batch/input_ids"), tensor_of("batch/labels")], dim=1).tolist()
-        for tensor_of in (case.own, case.exact)
+        for tensor_of in (case.own, case.reference)
     ]
     if sorted(batches[0]) == sorted(batches[1]):
         return "the right samples in another order"
-    if sorted(own.tolist()) == sorted(exact.tolist()) and not case.is_wrong("batch/labels"):
+    if sorted(own.tolist()) == sorted(reference.tolist()) and not case.is_wrong("batch/labels"):
         return "the input ids are in another order of samples than their labels, which are right"
-    rows = zip(own.tolist(), exact.tolist(), strict=True)
+    rows = zip(own.tolist(), reference.tolist(), strict=True)
     if all(set(own_tokens) <= set(exact_tokens) for own_tokens, exact_tokens in rows):
         return "the samples are right, and some of their positions are those of others"
     return "the samples are not those of this step"
@@ -58,7 +60,7 @@ def _how_wrong(case: Case) -> str:
 
 def dropout(case: Case) -> Cause | None:
     """Scattered elements are zero and the others larger to make up for it, as with dropout."""
-    fraction = evidence.dropped_elements(case.own(case.first), case.exact(case.first))
+    fraction = evidence.dropped_elements(case.own(case.first), case.reference(case.first))
     if fraction is None:
         return None
     replicas = ", not the same on all ranks that hold it" if case.odd_ranks(case.first) else ""
@@ -153,8 +155,8 @@ def documents_together(case: Case) -> Cause | None:
     """Attention is wrong only in later documents, and there also at first tokens, which should see only themselves."""
     if not case.first.endswith(".input") or not case.has("batch/position_ids"):
         return None
-    positions, row = case.exact("batch/position_ids"), case.rows[case.first]
-    is_wrong = (case.own(case.first) - case.exact(case.first)).abs().amax(-1) > row.tolerated_largest
+    positions, row = case.reference("batch/position_ids"), case.rows[case.first]
+    is_wrong = (case.own(case.first) - case.reference(case.first)).abs().amax(-1) > row.tolerated_largest
     document = (positions == 0).cumsum(1)
     is_first_token = (positions == 0) & (document > 1)
     num_hit = int((is_wrong & is_first_token).sum())
@@ -178,19 +180,21 @@ def mask_off_by_one(case: Case) -> Cause | None:
     is_known = attention and case.names.is_on_heads(case.first) and case.has(name) and not case.is_wrong(name)
     if not is_known or case.own(name).shape[1] < 3:
         return None
-    own, exact, values = (
+    own, reference, values = (
         tensor.unflatten(-1, (-1, case.head_size))
-        for tensor in (case.own(case.first), case.exact(case.first), case.own(name))
+        for tensor in (case.own(case.first), case.reference(case.first), case.own(name))
     )
     values = values.repeat_interleave(own.shape[2] // values.shape[2], 2)
     # For each head, whether it is wrong anywhere
-    is_wrong = ((own - exact).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
+    is_wrong = (
+        ((own - reference).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
+    )
     first, second = values[:, 0, is_wrong], values[:, 1, is_wrong]
     difference = second - first
     for position, words in ((0, "each position sees the next one"), (2, "no position sees itself")):
         moved = own[:, position, is_wrong] - first
         share = (moved * difference).sum(-1) / difference.square().sum(-1)
-        left, error = moved - share[..., None] * difference, (own - exact)[:, position, is_wrong]
+        left, error = moved - share[..., None] * difference, (own - reference)[:, position, is_wrong]
         is_between = is_wrong.any() and bool(((share > 0) & (share < 1)).all())
         if is_between and float(left.norm()) <= LEFT * float(error.norm()):
             which = f"heads {', '.join(map(str, is_wrong.nonzero()[:, 0].tolist()))} of {len(is_wrong)}"
@@ -204,7 +208,7 @@ def mask_off_by_one(case: Case) -> Cause | None:
 def rounded(case: Case) -> Cause | None:
     """Every element is a bfloat16 number, in a run that computes in float32."""
     is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
-    if is_float32 and evidence.are_rounded_to_bfloat16([(case.own(case.first), case.exact(case.first))]):
+    if is_float32 and evidence.are_rounded_to_bfloat16([(case.own(case.first), case.reference(case.first))]):
         return Cause(
             "precision", f"every element of {describe(_name(case))} is a bfloat16 number, in a float32 run"
         )
@@ -234,12 +238,12 @@ def sum_over_tp(case: Case) -> Cause | None:
                 f"{describe(module)} is, at each tp rank's positions, that rank's share alone, computed again from input and weights",
             )
     # A factor that is another number as well does not say that a reduction is repeated.
-    if case.names_of(tp) == ["tp"] and case.explains(case.first, tp * case.exact(case.first)):
+    if case.names_of(tp) == ["tp"] and case.explains(case.first, tp * case.reference(case.first)):
         return Cause(
             "tp reduction repeated",
             f"{describe(module)}, a sum over tp, is {tp} = tp times what it should be",
         )
-    if has_bias and case.explains(case.first, case.exact(case.first) + (tp - 1) * bias):
+    if has_bias and case.explains(case.first, case.reference(case.first) + (tp - 1) * bias):
         return Cause("tp reduction repeated", f"{module} adds its bias once per tp rank")
     return None
 

@@ -24,7 +24,7 @@ def stale(case: Case) -> Cause | None:
     if case.step == 1 or not names:
         return None
     last = case.step - 1
-    if all(case.explains(name, case.exact(name) + case.own(name, last)) for name in names):
+    if all(case.explains(name, case.reference(name) + case.own(name, last)) for name in names):
         return Cause(
             "stale gradients",
             f"{listed(names)}: the gradient of the step before is added; it was not zeroed",
@@ -39,7 +39,7 @@ def rounded(case: Case) -> Cause | None:
     names = [f"gradient/{name}" for name in _wrong(case)]
     if not names or case.options["precision"] != "fp32":
         return None
-    if evidence.are_rounded_to_bfloat16((case.own(name), case.exact(name)) for name in names):
+    if evidence.are_rounded_to_bfloat16((case.own(name), case.reference(name)) for name in names):
         return Cause(
             "precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run"
         )
@@ -54,7 +54,10 @@ def broken_tie(case: Case) -> Cause | None:
         return None
     gradient, x = (case.own(name).flatten(0, -2) for name in needed)
     name, head = f"gradient/{tied}", gradient.T @ x
-    for value, has, lacks in ((case.exact(name) - head, "embedding", "head"), (head, "head", "embedding")):
+    for value, has, lacks in (
+        (case.reference(name) - head, "embedding", "head"),
+        (head, "head", "embedding"),
+    ):
         if case.explains(name, value):
             sentence = f"the gradient of the tied weight has the {has}'s contribution only, not the {lacks}'s"
             return Cause("tied weights", sentence)

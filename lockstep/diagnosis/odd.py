@@ -19,7 +19,7 @@ def oddities(case: Case) -> list[str]:
     sentences = _differing_ranks(case)
     if not case.is_wrong(case.first):
         return sentences
-    own, exact = case.own(case.first), case.right(case.first)
+    own, reference = case.own(case.first), case.right(case.first)
     if not bool(own.isfinite().all()):
         return [*sentences, f"{int((~own.isfinite()).sum())} of {own.numel()} elements are not finite"]
     if not bool(own.any()):
@@ -27,9 +27,9 @@ def oddities(case: Case) -> list[str]:
     return (
         sentences
         + _losses(case)
-        + _elements(case, own, exact)
-        + _places(case, own, exact)
-        + _likeness(case, own, exact)
+        + _elements(case, own, reference)
+        + _places(case, own, reference)
+        + _likeness(case, own, reference)
         + _samples(case)
     )
 
@@ -60,25 +60,25 @@ def _differing_ranks(case: Case) -> list[str]:
     return [f"not the same on all ranks that hold it: different on rank {shown}{right}"]
 
 
-def _wrong_elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def _wrong_elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return a mask of the elements that are off by more than is tolerated of one element.
 
     If there are none, it is of those off by more than twice what is tolerated of the norm, spread evenly over the elements.
     """
-    row, error = case.rows[case.first], (own - exact).abs()
+    row, error = case.rows[case.first], (own - reference).abs()
     mask = error > row.tolerated_largest
     return mask if bool(mask.any()) else error > 2 * row.tolerated / math.sqrt(max(own.numel(), 1))
 
 
-def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+def _elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]:
     """Return how many elements are wrong, in words; few are shown one by one."""
-    wrong = _wrong_elements(case, own, exact)
+    wrong = _wrong_elements(case, own, reference)
     count = int(wrong.sum())
     if 0 < count <= FEW:
         places = [tuple(place) for place in wrong.nonzero().tolist()]
         shown = [
-            f"{list(place)} is {float(own[place]):.6g}, not {float(exact[place]):.6g}"
-            + _sign(own[place], exact[place])
+            f"{list(place)} is {float(own[place]):.6g}, not {float(reference[place]):.6g}"
+            + _sign(own[place], reference[place])
             for place in places
         ]
         return [f"only {count} of {own.numel()} elements {_are(shown)} wrong: {'; '.join(shown)}"]
@@ -88,13 +88,13 @@ def _elements(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
     return [f"{count} of {own.numel()} elements are wrong"]
 
 
-def _sign(own: torch.Tensor, exact: torch.Tensor) -> str:
-    return ": its sign is flipped" if math.isclose(float(own), -float(exact), rel_tol=1e-3) else ""
+def _sign(own: torch.Tensor, reference: torch.Tensor) -> str:
+    return ": its sign is flipped" if math.isclose(float(own), -float(reference), rel_tol=1e-3) else ""
 
 
-def _places(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+def _places(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]:
     """Return where the errors are along each dim, in words, by what the dim means."""
-    wrong = _wrong_elements(case, own, exact)
+    wrong = _wrong_elements(case, own, reference)
     sentences: list[str] = []
     if int(wrong.sum()) <= FEW:
         return []
@@ -166,7 +166,7 @@ def _spans(places: list[int]) -> str:
     )
 
 
-def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
+def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]:
     """Return whether the tensor is a multiple of the right one (as a whole or by head), reordered, or shifted, in words."""
     factor = case.factor([case.rows[case.first]])
     if factor is not None:
@@ -174,46 +174,48 @@ def _likeness(case: Case, own: torch.Tensor, exact: torch.Tensor) -> list[str]:
         if case.first.startswith("parameter/"):  # numbers of ranks have no part in an update
             return [f"its change is {factor:.4g} times the right one{blurred}"]
         return [f"it is {case.in_words(factor)} times the right one{blurred}"]
-    wrong = _wrong_elements(case, own, exact)
-    times = evidence.multiple_of(own[wrong], exact[wrong])
-    if FEW < int(wrong.sum()) < wrong.numel() and _is_multiple(own[wrong], exact[wrong], times):
+    wrong = _wrong_elements(case, own, reference)
+    times = evidence.multiple_of(own[wrong], reference[wrong])
+    if FEW < int(wrong.sum()) < wrong.numel() and _is_multiple(own[wrong], reference[wrong], times):
         return [f"the wrong elements are {times:.4g} times the right ones"]
-    error = own - exact
+    error = own - reference
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):
         return [f"every element is off by {constant:+.4g}"]
     sentences, heads = [], _heads(case, own)
     if heads:
-        part, base = (tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, exact))
+        part, base = (
+            tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, reference)
+        )
         factors = [evidence.multiple_of(a, b) for a, b in zip(part, base, strict=True)]
-        if case.explains(case.first, _scaled(exact, heads, factors)):
+        if case.explains(case.first, _scaled(reference, heads, factors)):
             sentences.append(
                 f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
             )
         else:
             order = _order(part, base)
             if order and case.explains(
-                case.first, exact.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
+                case.first, reference.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
             ):
                 sentences.append(f"the heads are in another order: {', '.join(map(str, order))}")
     elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
-        order = _order(own, exact)
-        if order and case.explains(case.first, exact[order]):
+        order = _order(own, reference)
+        if order and case.explains(case.first, reference[order]):
             moved = [row for row, place in enumerate(order) if row != place]
             sentences.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
     if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
         for side, part, base in (
-            ("before", own[:, 1:], exact[:, :-1]),
-            ("after", own[:, :-1], exact[:, 1:]),
+            ("before", own[:, 1:], reference[:, :-1]),
+            ("after", own[:, :-1], reference[:, 1:]),
         ):
-            if evidence.relative_error([part], [base]) <= 1e-4 < evidence.relative_error([own], [exact]):
+            if evidence.relative_error([part], [base]) <= 1e-4 < evidence.relative_error([own], [reference]):
                 sentences.append(f"each position has the values of the one {side} it")
     return sentences
 
 
-def _is_multiple(own: torch.Tensor, exact: torch.Tensor, times: float) -> bool:
+def _is_multiple(own: torch.Tensor, reference: torch.Tensor, times: float) -> bool:
     """Whether `times` the reference leaves nearly nothing of the error."""
-    left, error = (evidence.relative_error([own], [base]) for base in (times * exact, exact))
+    left, error = (evidence.relative_error([own], [base]) for base in (times * reference, reference))
     return left <= evidence.SAME_FACTOR * error
 
 
@@ -233,12 +235,14 @@ def _samples(case: Case) -> list[str]:
     return [f"it is right except for the weights of the micro batches in it (1 is right): {shown}"]
 
 
-def _scaled(exact: torch.Tensor, heads: int, factors: list[float]) -> torch.Tensor:
+def _scaled(reference: torch.Tensor, heads: int, factors: list[float]) -> torch.Tensor:
     """Return the tensor with each head multiplied by its factor."""
-    return (exact.unflatten(-1, (heads, -1)) * torch.tensor(factors, dtype=exact.dtype)[:, None]).flatten(-2)
+    return (
+        reference.unflatten(-1, (heads, -1)) * torch.tensor(factors, dtype=reference.dtype)[:, None]
+    ).flatten(-2)
 
 
-def _order(own: torch.Tensor, exact: torch.Tensor) -> list[int]:
-    """Return which row of `exact` each row is nearest to; [] unless this is another order of all rows."""
-    nearest = torch.cdist(own, exact).argmin(1).tolist()
+def _order(own: torch.Tensor, reference: torch.Tensor) -> list[int]:
+    """Return which row of `reference` each row is nearest to; [] unless this is another order of all rows."""
+    nearest = torch.cdist(own, reference).argmin(1).tolist()
     return nearest if nearest != list(range(len(nearest))) and len(set(nearest)) == len(nearest) else []

@@ -136,7 +136,7 @@ class Contributions:
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield (the run's block, the reference's block, the contributions to it)."""
         case, name = self.case, f"gradient/{self.parameter}"
-        own, exact = case.own(name), case.exact(name)
+        own, reference = case.own(name), case.reference(name)
         g = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
             x = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
@@ -145,7 +145,7 @@ class Contributions:
                 x, g = g, x
             for start in range(0, len(own), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
-                yield own[rows], exact[rows], g[..., rows].transpose(1, 2) @ x
+                yield own[rows], reference[rows], g[..., rows].transpose(1, 2) @ x
             return
         if self.what == "bias":
             products = g.sum(1)
@@ -155,10 +155,10 @@ class Contributions:
             if bias in case.dump.layout.parameters:
                 normed = normed - case.before(bias)
             products = (normed / weight * g).sum(1)
-        for own_part, exact_part, contributed in zip(
-            *(self._parts(tensor) for tensor in (own, exact, products)), strict=True
+        for own_part, reference_part, contributed in zip(
+            *(self._parts(tensor) for tensor in (own, reference, products)), strict=True
         ):
-            yield own_part[None], exact_part[None], contributed[:, None]
+            yield own_part[None], reference_part[None], contributed[:, None]
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a vector, cut over tp and then over dp, along the last dim."""

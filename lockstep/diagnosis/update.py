@@ -151,8 +151,8 @@ def clipped_by_rank(case: Case) -> Cause | None:
     for row in (row for row in case.wrong("exp_avg") if "tp" in case.sharded(row.name)):
         tensors = case.own(row.name), case.fresh(row.name)
         pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in tensors), strict=True)
-        for factor, (own_pieces, exact_pieces) in zip(factors, pairs, strict=True):
-            expected = [factor * piece for piece in exact_pieces]
+        for factor, (own_pieces, fresh_pieces) in zip(factors, pairs, strict=True):
+            expected = [factor * piece for piece in fresh_pieces]
             if not evidence.relative_error(own_pieces, expected) <= row.tolerated / row.distance.norm:
                 return None
     shown = ", ".join(f"{factor:.4g}" for factor in factors)

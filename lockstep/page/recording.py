@@ -148,10 +148,15 @@ def _losses(steps: list[StepVerdict]) -> Losses | None:
     known = [step for step in steps if step.losses]
     if not known:
         return None
-    own, right, tolerated = zip(*([*map(fmean, zip(*s.losses, strict=True))] for s in known), strict=True)
+    own, reference, tolerated = zip(*([*map(fmean, zip(*s.losses, strict=True))] for s in known), strict=True)
     numbers = [step.step for step in known]
     return Losses(
-        ["reference", "run"], ["reference", "run"], numbers, [[*right], [*own]], [], [*map(short, tolerated)]
+        ["reference", "run"],
+        ["reference", "run"],
+        numbers,
+        [[*reference], [*own]],
+        [],
+        [*map(short, tolerated)],
     )
 
 

@@ -22,12 +22,12 @@ class Causes:
     def __init__(
         self,
         rank_checks: Ranks,
-        exact: list[Computed],
+        reference_results: list[Computed],
         tokens: list[int],
         elsewhere: int,
     ):
         self.verdict, self.ranks, self.micro = rank_checks.verdict, rank_checks.ranks, rank_checks.micro
-        self.exact, self.tokens = exact, tokens
+        self.reference_results, self.tokens = reference_results, tokens
         self.shares = data_parallel_shares(self.micro)
         # The micro batches of a rank in a step that has another number of them; 0: all have as many
         self.elsewhere = elsewhere
@@ -83,7 +83,7 @@ class Causes:
             return ""
         arrived = [
             computed.arrived / called.record.scale
-            for called, computed in zip(self.micro, self.exact, strict=True)
+            for called, computed in zip(self.micro, self.reference_results, strict=True)
         ]
         begun = torch.tensor(arrived, dtype=torch.float64) / self.verdict.shares
         for factor, origin in ((self.verdict.factor, BEGUN), (1.0, LATER)):
@@ -96,10 +96,12 @@ class Causes:
         world = self.ranks[0].world_size
         labels = sum(
             int(torch.isin(called.tensors[computed.mean.labels], torch.tensor(IGNORED), invert=True).sum())
-            for called, computed in zip(self.micro, self.exact, strict=True)
+            for called, computed in zip(self.micro, self.reference_results, strict=True)
             if computed.mean.labels
         )
-        targets = [computed.mean.targets for computed in self.exact if computed.mean.targets is not None]
+        targets = [
+            computed.mean.targets for computed in self.reference_results if computed.mean.targets is not None
+        ]
         rows = [tensor for tensor in targets if tensor.ndim > 1]
         inside, positions = (
             sum(map(torch.numel, tensors)) for tensors in ((tensor[..., 1:] for tensor in rows), rows)

@@ -12,7 +12,7 @@ import torch
 from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
@@ -27,16 +27,16 @@ from lockstep.verdict.rows import StepVerdict
 
 
 class ForcedPass:
-    """The modules of a step by themselves. `exact` computes in float64, `plain` in the run's dtypes; `steps` of the run are judged."""
+    """The modules of a step by themselves. `steps` of the run are judged."""
 
-    def __init__(self, verdict: StepVerdict, exact: Reference, plain: Reference, steps: int):
-        self.verdict, self.exact, self.plain = verdict, exact, plain
+    def __init__(self, verdict: StepVerdict, reference: ModelPass, yardstick: ModelPass, steps: int):
+        self.verdict, self.reference, self.yardstick = verdict, reference, yardstick
         self.factors = Factors(steps, verdict.arithmetic.factor)
         self.modules = Modules(verdict, verdict.precision, self.factors)
-        # The gradients of each micro batch, in float64 and in the run's dtypes
-        self.right: list[Gradients] = []
-        self.near: list[Gradients] = []
-        # The gradients of the first micro batch as they arrived at the parameters, in the run's dtypes
+        # Of each micro batch
+        self.reference_gradients: list[Gradients] = []
+        self.yardstick_gradients: list[Gradients] = []
+        # The gradients of the first micro batch as they arrived at the yardstick's parameters
         self.of_one: Gradients = {}
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
@@ -46,13 +46,13 @@ class ForcedPass:
         micro_batch: JoinedMicroBatch,
         own: Tensors,
         told: dict[str, torch.Tensor],
-        right: Computed,
-        near: Computed,
+        free_reference: Computed,
+        free_yardstick: Computed,
     ) -> None:
         """Compute and judge a micro batch, as the first rank that was called with it recorded it.
 
-        `own` are the recorded tensors of modules, `told` the choices among them. `right` and `near` are the results of free passes, in
-        float64 and in the run's dtypes.
+        `own` are the recorded tensors of modules, `told` the choices among them. `free_reference` and `free_yardstick` are the
+        results of free passes.
         """
         rank = micro_batch.ranks[0]
         of_rank = {
@@ -65,20 +65,20 @@ class ForcedPass:
         written = {
             name: tensors[0][1]
             for name, tensors in of_rank.items()
-            if all(free.shapes.get(name) == tensors[0][1].shape for free in (right, near))
+            if all(free.shapes.get(name) == tensors[0][1].shape for free in (free_reference, free_yardstick))
         }
         self.unseen |= dict.fromkeys(
             module_of(name)
-            for name in right.shapes
+            for name in free_reference.shapes
             if name.startswith("forward/") and name not in own and "/returned." not in name
         )
         if micro_batch.piece is not None:
             pieces = [
-                self.exact.recording.of_modules(self.verdict.step, piece)
+                self.reference.recording.of_modules(self.verdict.step, piece)
                 for piece in micro_batch.piece.members
             ]
             written = {}
-            for name, shape in right.shapes.items():
+            for name, shape in free_reference.shapes.items():
                 tensors = [piece[name][0][1] for piece in pieces if name in piece]
                 whole = (
                     micro_batch.piece.pieces.joined(tensors, shape) if len(tensors) == len(pieces) else None
@@ -88,18 +88,25 @@ class ForcedPass:
         # The log-probabilities are of a head that is not the model's own, so the first gradient that arrives at a module is not judged.
         if LOG_PROBS in micro_batch.output_gradients:
             of_rank.pop(
-                next((name for name in right.shapes if name.startswith("backward/") and name in of_rank), ""),
+                next(
+                    (
+                        name
+                        for name in free_reference.shapes
+                        if name.startswith("backward/") and name in of_rank
+                    ),
+                    "",
+                ),
                 None,
             )
-        exact = self.exact.compute(micro_batch, told, written, right)
-        plain = self.plain.compute(micro_batch, told, written, near)
-        for computed in (exact, plain):
+        reference = self.reference.compute(micro_batch, told, written, free_reference)
+        yardstick = self.yardstick.compute(micro_batch, told, written, free_yardstick)
+        for computed in (reference, yardstick):
             as_pieces([computed], [micro_batch], [of_rank])
-        self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, exact, plain)
-        self.right.append(exact.gradients)
-        self.near.append(plain.gradients)
+        self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, reference, yardstick)
+        self.reference_gradients.append(reference.gradients)
+        self.yardstick_gradients.append(yardstick.gradients)
         if not self.of_one:
-            gradients, arrived = plain.gradients, plain.arrived
+            gradients, arrived = yardstick.gradients, yardstick.arrived
             self.of_one = Lazy(gradients, lambda name: gradients[name].double() * arrived)
 
     def judge(
@@ -127,14 +134,14 @@ class ForcedPass:
         dtypes = self._reduce_dtypes(observed)
         if by_hand:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
-            measured = normalisation.fit(observed, self.near, clipped).weights
+            measured = normalisation.fit(observed, self.yardstick_gradients, clipped).weights
             weights = weights * ((measured * weights).sum() / weights.square().sum())
         weights = self._measured(observed, weights, clipped, dtypes)
-        exact = Sum(observed, self.right, weights, clipped)
-        yardstick = accumulated(Sum(observed, self.near, weights, clipped), dtypes)
+        reference = Sum(observed, self.reference_gradients, weights, clipped)
+        yardstick = accumulated(Sum(observed, self.yardstick_gradients, weights, clipped), dtypes)
         rows = self.verdict.gradients(
             observed,
-            exact,
+            reference,
             yardstick,
             factors=self.factors,
             dtypes=dtypes,
@@ -145,7 +152,7 @@ class ForcedPass:
 
     def _reduce_dtypes(self, observed: Gradients) -> dict[str, torch.dtype]:
         """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""
-        recording = self.exact.recording
+        recording = self.reference.recording
         micro_batch = recording.steps[0][0].micro_batches[0]
         dtype = micro_batch.reduce_dtype or micro_batch.param_dtype
         initial = {name: parameter.dtype for name, parameter in recording.skeleton.named_parameters()}
@@ -169,7 +176,7 @@ class ForcedPass:
         if most <= _eps(torch.float32):
             return weights
         finest = Lazy((name for name in observed if _eps(dtypes[name]) == least), lambda name: observed[name])
-        measured = normalisation.fit(finest, self.near, clipped).weights
+        measured = normalisation.fit(finest, self.yardstick_gradients, clipped).weights
         return measured if bool(((measured / weights - 1).abs() <= SCALARS * most).all()) else weights
 
 

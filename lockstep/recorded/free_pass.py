@@ -10,10 +10,10 @@ from lockstep.ground.words import and_more
 from lockstep.recorded import redrawn, task
 from lockstep.recorded.forced_pass import ForcedPass
 from lockstep.recorded.model import dtype_of
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.pieces import explain, explain_cache
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorded.reference import Reference
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recording import Recording
@@ -35,10 +35,10 @@ NOT_LINEAR = (
 
 
 class FreePass:
-    """The free passes over the micro batches of a step: from the batch on, where `Alone` computes each module from what was recorded.
+    """The free passes over the micro batches of a step: from the batch on, where `ForcedPass` computes each module from what was recorded.
 
-    `judge` adds rows and sentences to the verdict. `exact` and `near` then have the result of each micro batch, in float64 and in the run's
-    dtypes. `redraws`: the yardstick is the farthest of several draws (lockstep/recorded/redrawn.py).
+    `judge` adds rows and sentences to the verdict. `reference_results` and `yardstick_results` then have the result of each micro batch.
+    `redraws`: the yardstick is the farthest of several draws (lockstep/recorded/redrawn.py).
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class FreePass:
     ):
         self.recording, self.verdict, self.micro, self.loss = recording, verdict, micro, loss
         self.streamed, self.redraws = streamed, redraws
-        self.right, self.plain = (
-            Reference(recording, verdict.step, weights, loss, exact=exact, streamed=streamed)
+        self.reference, self.yardstick = (
+            ModelPass(recording, verdict.step, weights, loss, exact=exact, streamed=streamed)
             for exact in (True, False)
         )
-        self.right.dtypes = self.plain.dtypes
-        self.exact: list[Computed] = []
-        self.near: list[Computed] = []
+        self.reference.dtypes = self.yardstick.dtypes
+        self.reference_results: list[Computed] = []
+        self.yardstick_results: list[Computed] = []
         self.loss_noise = 0.0
         # Outputs of modules of which each rank has a shard, and the dim
         self.cut: dict[str, int] = {}
         self.modules = Modules(verdict, verdict.precision)
-        self.alone = ForcedPass(verdict, self.right, self.plain, len(recording.steps))
+        self.alone = ForcedPass(verdict, self.reference, self.yardstick, len(recording.steps))
 
     def recorded(self, micro_batch: JoinedMicroBatch) -> tuple[Tensors, dict[str, torch.Tensor]]:
         """Return what modules returned for a micro batch and what arrived there, by name, and the choices among it, by module."""
@@ -96,7 +96,7 @@ class FreePass:
 
     def judge(self, rank_checks: Ranks) -> bool:
         """Judge modules, the task and replicas. Return whether a module is wrong."""
-        verdict, reference = self.verdict, self.right
+        verdict, reference = self.verdict, self.reference
         if reference.kernels:
             verdict.notes.append(
                 f"the model's attention was computed by {and_more(reference.kernels)}; the reference computes the same in plain torch"
@@ -104,7 +104,7 @@ class FreePass:
         for _, pieces in itertools.groupby(self.micro, key=lambda called: id(called.first)):
             self._judge_samples(list(pieces))
         if verdict.step == 1:
-            task.judge(verdict, reference, self.micro, self.exact)
+            task.judge(verdict, reference, self.micro, self.reference_results)
         task.judge_replicas(verdict, reference, self.micro)
         before = len(verdict.wrong)
         is_wrong = self.modules.close()
@@ -123,34 +123,44 @@ class FreePass:
         """Compute and judge a micro batch, or all pieces of one."""
         recorded = [self.recorded(called) for called in pieces]
         for called, (_, told) in zip(pieces, recorded, strict=True):
-            for reference, results in ((self.plain, self.near), (self.right, self.exact)):
-                results.append(reference.compute(called, told))
+            for model_pass, results in (
+                (self.yardstick, self.yardstick_results),
+                (self.reference, self.reference_results),
+            ):
+                results.append(model_pass.compute(called, told))
             # The units of a streamed model are computed twice.
             if not self.streamed:
-                task.note_buffers(self.verdict, called, self.right, self.plain)
+                task.note_buffers(self.verdict, called, self.reference, self.yardstick)
             if self.redraws:
-                redrawn.draw_again(self.plain, self.near[-1], self.exact[-1], called, told)
-        exacts, yardsticks = self.exact[-len(pieces) :], self.near[-len(pieces) :]
-        is_first = self.verdict.step == 1 and exacts[0] is self.exact[0]
-        arrived = exacts[0].arrived
-        if self._find_cut(recorded, exacts):
+                redrawn.draw_again(
+                    self.yardstick, self.yardstick_results[-1], self.reference_results[-1], called, told
+                )
+        references, yardsticks = (
+            self.reference_results[-len(pieces) :],
+            self.yardstick_results[-len(pieces) :],
+        )
+        is_first = self.verdict.step == 1 and references[0] is self.reference_results[0]
+        arrived = references[0].arrived
+        if self._find_cut(recorded, references):
             recorded = [self.recorded(called) for called in pieces]
-        for exact, yardstick in zip(exacts, yardsticks, strict=True):
-            yardstick.terms = {name: yardstick.terms[name] for name in exact.terms}
-        for computed in (exacts, yardsticks):
+        for reference, yardstick in zip(references, yardsticks, strict=True):
+            yardstick.terms = {name: yardstick.terms[name] for name in reference.terms}
+        for computed in (references, yardsticks):
             as_pieces(computed, pieces, [tensors for tensors, _ in recorded])
-        for called, (tensors, _), exact, yardstick in zip(pieces, recorded, exacts, yardsticks, strict=True):
-            self.modules.add(called.number, called.ranks, tensors, exact, yardstick)
-            exact.arrived *= self.modules.scales.get((called.number, called.ranks[0]), 1.0)
-            self.loss_noise = max(self.loss_noise, _loss_noise(exact, yardstick))
+        for called, (tensors, _), reference, yardstick in zip(
+            pieces, recorded, references, yardsticks, strict=True
+        ):
+            self.modules.add(called.number, called.ranks, tensors, reference, yardstick)
+            reference.arrived *= self.modules.scales.get((called.number, called.ranks[0]), 1.0)
+            self.loss_noise = max(self.loss_noise, _loss_noise(reference, yardstick))
             # These take the most memory.
-            for result in (exact, yardstick):
+            for result in (reference, yardstick):
                 result.modules, result.logits, result.at_logits = {}, None, None
         if is_first:
             self._judge_linearity(pieces[0], recorded[0][1], arrived)
 
     def _find_cut(
-        self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], exacts: list[Computed]
+        self, recorded: list[tuple[Tensors, dict[str, torch.Tensor]]], references: list[Computed]
     ) -> bool:
         """Find outputs that the ranks of a tensor-parallel group have shards of; return whether there are any.
 
@@ -158,12 +168,12 @@ class FreePass:
         """
         dims = {
             name: dim
-            for (tensors, _), exact in zip(recorded, exacts, strict=True)
+            for (tensors, _), reference in zip(recorded, references, strict=True)
             for name, shards in tensors.items()
-            if name.startswith("forward/") and name in exact.modules
+            if name.startswith("forward/") and name in reference.modules
             # Else the reference's output, which may be on disk, need not be read.
             if len(shards) > 1
-            if (dim := _cut_dim([shard for _, shard in shards], exact.modules[name])) is not None
+            if (dim := _cut_dim([shard for _, shard in shards], reference.modules[name])) is not None
         }
         self.cut |= dims
         return bool(dims)
@@ -175,8 +185,8 @@ class FreePass:
 
         `arrived` is what arrived at the loss in the run.
         """
-        first = self.exact[0]
-        name = _not_linear(self.right, micro_batch, told, first)
+        first = self.reference_results[0]
+        name = _not_linear(self.reference, micro_batch, told, first)
         if name and arrived == 1 and first.loss is not None:
             self.verdict.notes.append(
                 f"{NOT_LINEAR}, such as that of {name}; here 1 arrives, so this run is not affected"
@@ -197,7 +207,7 @@ class FreePass:
             called for called in self.micro if called.number == 0 and first.ranks.get(called.ranks[0], 0) > 1
         )
         called = next(wrong, self.micro[0])
-        return explain_cache(self.right, called, name) or explain(self.right, self.micro, name)
+        return explain_cache(self.reference, called, name) or explain(self.reference, self.micro, name)
 
     def judge_losses(self) -> None:
         """Judge the losses of all micro batches and ranks.
@@ -206,26 +216,29 @@ class FreePass:
         error of the yardstick's losses, and at least from what the errors of its logits lead to expect.
         """
         pairs = [
-            (exact.loss, yardstick.loss)
-            for exact, yardstick in zip(self.exact, self.near, strict=True)
-            if exact.loss is not None and yardstick.loss is not None
+            (reference.loss, yardstick.loss)
+            for reference, yardstick in zip(self.reference_results, self.yardstick_results, strict=True)
+            if reference.loss is not None and yardstick.loss is not None
         ]
-        error = max((abs(near - exact) / abs(exact) for exact, near in pairs if exact), default=0.0)
+        error = max(
+            (abs(yardstick - reference) / abs(reference) for reference, yardstick in pairs if reference),
+            default=0.0,
+        )
         error = max(error, self.loss_noise)
         tolerated = MULTIPLE * error + FLOOR * UNIT["fp32"]
-        for called, exact in zip(self.micro, self.exact, strict=True):
+        for called, reference in zip(self.micro, self.reference_results, strict=True):
             # A loss that the loop makes itself is not recorded.
-            if exact.loss is None or self.loss is not None:
+            if reference.loss is None or self.loss is not None:
                 continue
             dtype = called.record.loss_dtype
             roundoff = torch.finfo(dtype_of(dtype)).eps / 2 if dtype else 0.0
             for rank, loss in called.losses.items():
                 name = f"loss of micro batch {called.number}, rank {rank}"
-                allowed = (tolerated + roundoff) * abs(exact.loss)
-                self.verdict.losses.append((loss, exact.loss, allowed))
-                if self.verdict.number(name, loss, exact.loss, allowed).too_far:
+                allowed = (tolerated + roundoff) * abs(reference.loss)
+                self.verdict.losses.append((loss, reference.loss, allowed))
+                if self.verdict.number(name, loss, reference.loss, allowed).too_far:
                     self.verdict.wrong.append(
-                        Wrong(f"{name} is {loss:.9g}, the reference's is {exact.loss:.9g}")
+                        Wrong(f"{name} is {loss:.9g}, the reference's is {reference.loss:.9g}")
                     )
 
 
@@ -255,7 +268,7 @@ def columns_of(computed: list[Computed]) -> list[Gradients]:
 
 
 def _not_linear(
-    reference: Reference, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor], first: Computed
+    reference: ModelPass, micro_batch: JoinedMicroBatch, told: dict[str, torch.Tensor], first: Computed
 ) -> str | None:
     """Return a parameter whose gradient is not twice as large if twice the gradient arrives; None if all are.
 
@@ -281,13 +294,18 @@ def _not_linear(
     return name
 
 
-def _loss_noise(exact: Computed, yardstick: Computed) -> float:
+def _loss_noise(reference: Computed, yardstick: Computed) -> float:
     """Return the relative standard deviation of a loss whose logits are as far off as the yardstick's, each independently of the others.
 
     With the gradient g at the logits, the standard deviation of a sum of g_i times errors of one size is |g| times this size.
     """
     # `judge_losses` asks nothing of a loss of 0.
-    if not exact.loss or exact.logits is None or yardstick.logits is None or exact.at_logits is None:
+    if (
+        not reference.loss
+        or reference.logits is None
+        or yardstick.logits is None
+        or reference.at_logits is None
+    ):
         return 0.0
-    errors = yardstick.logits.double() - exact.logits
-    return float(exact.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(exact.loss)
+    errors = yardstick.logits.double() - reference.logits
+    return float(reference.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(reference.loss)

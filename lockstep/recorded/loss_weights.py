@@ -49,13 +49,13 @@ class LossWeights:
     def __init__(
         self,
         rank_checks: Ranks,
-        exact: list[Computed],
+        reference_results: list[Computed],
         made_of: Callable[[torch.Tensor], Sum],
         elsewhere: int,
         norm_of_steps: Callable[[], float],
         beside: dict[str, float],
     ):
-        self.rank_checks, self.exact, self.made_of = rank_checks, exact, made_of
+        self.rank_checks, self.reference_results, self.made_of = rank_checks, reference_results, made_of
         self.verdict, self.ranks, self.micro = rank_checks.verdict, rank_checks.ranks, rank_checks.micro
         # The micro batches of a rank in a step that has another number of them; 0 if all steps have as many
         self.elsewhere = elsewhere
@@ -85,12 +85,12 @@ class LossWeights:
         loss_weights, term_weights = fitted.weights[: len(self.micro)], fitted.weights[len(self.micro) :]
         deviations = again.weights - fitted.weights
         deviation = float(deviations[: len(self.micro)].norm() / loss_weights.norm())
-        uncertain = max(result.mean.uncertain for result in self.exact)
+        uncertain = max(result.mean.uncertain for result in self.reference_results)
         roundoffs = FLOOR * UNIT["fp32"] * max(1.0, fitted.largest_term)
         verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + roundoffs + uncertain
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
-        causes = Causes(self.rank_checks, self.exact, tokens, self.elsewhere)
+        causes = Causes(self.rank_checks, self.reference_results, tokens, self.elsewhere)
         self.known = [candidate.weights * divisors for candidate in candidates]
         measured = loss_weights / divisors
         named = normalisation.nearest(measured, tokens, candidates)
@@ -155,8 +155,11 @@ class LossWeights:
 
         A loop's own cross-entropy may be summed over the tokens of each sample.
         """
-        targets = [result.mean.targets for result in self.exact]
-        if abs(named.factor - 1) <= self.verdict.tolerated_weights or self.exact[0].loss is not None:
+        targets = [result.mean.targets for result in self.reference_results]
+        if (
+            abs(named.factor - 1) <= self.verdict.tolerated_weights
+            or self.reference_results[0].loss is not None
+        ):
             return None
         samples = sum(0 if tensor is None else len(tensor) for tensor in targets)
         if any(tensor is None or tensor.ndim < 2 for tensor in targets) or self.verdict.pieces > 1:
@@ -172,7 +175,7 @@ class LossWeights:
 
         What is wrong is then wrong with the other gradients alone.
         """
-        zeros = torch.zeros(sum(len(result.terms) for result in self.exact), dtype=torch.float64)
+        zeros = torch.zeros(sum(len(result.terms) for result in self.reference_results), dtype=torch.float64)
         for candidate in candidates:
             known = candidate.weights * self.divisors
             rest = self.made_of(torch.cat([known, zeros])).rest()
@@ -191,7 +194,7 @@ class LossWeights:
 
         `actual` are the losses' weights in the run, `known` those in the mean that they are nearest to.
         """
-        if not any(result.mean.uncertain for result in self.exact):
+        if not any(result.mean.uncertain for result in self.reference_results):
             return known * by_hand
         # What follows from the gradients at the logits is averaged over the ranks, or summed.
         for weight in (1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0):
@@ -225,14 +228,14 @@ class LossWeights:
         errors = iter(deviations[len(self.micro) :].abs().tolist())
         totals: dict[str, float] = {}
         tolerated: dict[str, float] = {}
-        for weight, result in zip(loss_weights.tolist(), self.exact, strict=True):
+        for weight, result in zip(loss_weights.tolist(), self.reference_results, strict=True):
             for name, term in result.terms.items():
                 count = (weight * term.coefficient + next(term_weights)) * term.number / factor
                 totals[name] = totals.get(name, 0.0) + count
                 tolerated[name] = tolerated.get(name, 0.0) + MULTIPLE * next(errors) * term.number / factor
         for name, total in totals.items():
             coefficient = next(
-                result.terms[name].coefficient for result in self.exact if name in result.terms
+                result.terms[name].coefficient for result in self.reference_results if name in result.terms
             )
             if coefficient == 0:
                 verb = f"counts {total:.4g}" if abs(total) > tolerated[name] else "is not trained on"
@@ -256,9 +259,9 @@ class LossWeights:
         That is (tokens of each micro batch, what each loss divides the sum over its tokens by, the known weightings of
         these sums).
         """
-        tokens = [result.mean.tokens for result in self.exact]
-        has_own_loss = any(result.loss is None for result in self.exact)
-        (function, *others) = {result.mean.function for result in self.exact}
+        tokens = [result.mean.tokens for result in self.reference_results]
+        has_own_loss = any(result.loss is None for result in self.reference_results)
+        (function, *others) = {result.mean.function for result in self.reference_results}
         if has_own_loss and all(tokens) and function and not others and self._counts_once(function, tokens):
             self.verdict.notes.append(
                 f"the loop makes its own loss by {function}; how much it counts is judged, its targets are not"
@@ -271,8 +274,8 @@ class LossWeights:
             )
         if has_own_loss and all(tokens) and not function and not others:
             smoothing = (
-                f" with label smoothing {self.exact[0].mean.smoothing:.2g}"
-                if self.exact[0].mean.smoothing
+                f" with label smoothing {self.reference_results[0].mean.smoothing:.2g}"
+                if self.reference_results[0].mean.smoothing
                 else ""
             )
             self.verdict.notes.append(
@@ -308,7 +311,7 @@ class LossWeights:
         return tokens, self._divisors(), normalisation.known(tokens, self.shares, numbers)
 
     def _divisors(self) -> torch.Tensor:
-        return torch.tensor([result.mean.divisor for result in self.exact], dtype=torch.float64)
+        return torch.tensor([result.mean.divisor for result in self.reference_results], dtype=torch.float64)
 
     def _counts_once(self, function: str, tokens: list[int]) -> bool:
         """Whether a loss function that the loop calls is to count once, as a mean; else a note says how often it does.
@@ -319,7 +322,10 @@ class LossWeights:
         """
         counts = 1 / self._divisors() / self.verdict.shares
         named = normalisation.nearest(counts, tokens, normalisation.known(tokens, self.shares))
-        factor, tolerated = named.factor, 1e-4 + max(result.mean.uncertain for result in self.exact)
+        factor, tolerated = (
+            named.factor,
+            1e-4 + max(result.mean.uncertain for result in self.reference_results),
+        )
         if max(abs(factor - 1), named.off) <= tolerated:
             return True
         calls = [micro_batch.record.losses[0] for micro_batch in self.micro]

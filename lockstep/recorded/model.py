@@ -36,8 +36,8 @@ CROSS_ENTROPY = "cross_entropy()"
 class Model(Passes):
     """The recorded model as it was before each micro batch of a step. `weights` are those before the step.
 
-    `exact`: it computes in float64; else as the run does. `streamed`: memory has the weights of one unit of the model at a time
-    (lockstep/recorded/streamed.py), and what modules return is on disk.
+    `exact`: it computes in float64, for the reference; else as the run does, for the yardstick. `streamed`: memory has the weights of one
+    unit of the model at a time (lockstep/recorded/streamed.py), and what modules return is on disk.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ground.errors import UserError
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder import pieces
 from lockstep.recorder.micro_batch import IGNORED, JoinedMicroBatch, Piece
 from lockstep.verdict.computed import Computed
@@ -85,7 +85,7 @@ def _is_lost(piece: Piece, last: torch.Tensor) -> bool:
     return bool(beside.any()) and not bool(whole[:, at][beside].any())
 
 
-def explain(reference: Reference, micro: list[JoinedMicroBatch], name: str) -> list[str]:
+def explain(reference: ModelPass, micro: list[JoinedMicroBatch], name: str) -> list[str]:
     """Explain why an output of a module, forward/0/MODULE, is wrong, if ranks have pieces of the same samples.
 
     Returns a sentence if positions that begin at 0 in each piece explain the output, and [] if nothing does.
@@ -104,8 +104,8 @@ def explain(reference: Reference, micro: list[JoinedMicroBatch], name: str) -> l
         recorded = [reference.recording.of_modules(reference.step, member) for member in members]
         observed = [outputs[name][0][1] for outputs in recorded if name in outputs]
         computed = [reference.outputs(member).get(name) for member in members]
-        right = [output for output in computed if output is not None]
-        if not len(observed) == len(right) == len(members):
+        reference_outputs = [output for output in computed if output is not None]
+        if not len(observed) == len(reference_outputs) == len(members):
             continue
         for cut in pieces.layouts([length] * len(members)):
             joined = {k: cut.joined([member.tensors[k] for member in members]) for k in members[0].tensors}
@@ -122,7 +122,7 @@ def explain(reference: Reference, micro: list[JoinedMicroBatch], name: str) -> l
                 if output is None:
                     continue
                 parts = [cut.cut(output, number, tensor.shape) for number, tensor in enumerate(observed)]
-                if not explains(observed, parts, right):
+                if not explains(observed, parts, reference_outputs):
                     continue
                 who = f"ranks {', '.join(map(str, group))} have pieces of the same samples"
                 if has_positions or positions is from_zero:
@@ -135,7 +135,7 @@ def explain(reference: Reference, micro: list[JoinedMicroBatch], name: str) -> l
     return []
 
 
-def explain_cache(reference: Reference, micro_batch: JoinedMicroBatch, name: str) -> list[str]:
+def explain_cache(reference: ModelPass, micro_batch: JoinedMicroBatch, name: str) -> list[str]:
     """Explain why an output of a module is wrong, if the model keeps keys and values, as without use_cache=False.
 
     Returns a sentence if that explains the output, and [] if it does not.
@@ -156,13 +156,15 @@ def explain_cache(reference: Reference, micro_batch: JoinedMicroBatch, name: str
     ]
 
 
-def explains(observed: list[torch.Tensor], instead: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether `instead` explains the error of the observed tensors against `right`: it leaves next to nothing of it."""
-    error, rest = _largest_error(observed, right), _largest_error(observed, instead)
+def explains(
+    observed: list[torch.Tensor], instead: list[torch.Tensor], reference: list[torch.Tensor]
+) -> bool:
+    """Whether `instead` explains the error of the observed tensors against `reference`: it leaves next to nothing of it."""
+    error, rest = _largest_error(observed, reference), _largest_error(observed, instead)
     return error > 0 and rest <= NEARER * min(error, 1.0)
 
 
-def _largest_error(observed: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+def _largest_error(observed: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     """Return the largest relative error of the tensors; infinite if shapes differ."""
-    pairs = zip(observed, right, strict=True)
+    pairs = zip(observed, reference, strict=True)
     return max(distance_of(*pair).relative if pair[0].shape == pair[1].shape else math.inf for pair in pairs)

@@ -10,7 +10,7 @@ import statistics
 
 import torch
 
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.lazy import Lazy
@@ -38,60 +38,66 @@ def may_be_chance(verdict: StepVerdict) -> bool:
 
 
 def draw_again(
-    plain: Reference,
-    near: Computed,
-    exact: Computed,
+    model_pass: ModelPass,
+    yardstick: Computed,
+    reference: Computed,
     micro_batch: JoinedMicroBatch,
     told: dict[str, torch.Tensor],
 ) -> None:
-    """Replace each tensor of `near`, and its loss, by the draw that is farthest from `exact`.
+    """Replace each tensor of `yardstick`, and its loss, by the draw that is farthest from `reference`.
 
-    `near` is what `plain` computed for the micro batch `micro_batch`, and `exact` what the reference computed.
-    `told` are the choices that the model is told, as for `Reference.compute`.
+    Both are results of `micro_batch`. `model_pass` computed `yardstick`, and draws again.
+    `told` are the choices that the model is told, as for `ModelPass.compute`.
     """
-    typical = _typical_error(near, exact)
+    typical = _typical_error(yardstick, reference)
     for number in range(1, DRAWS + 1):
-        plain.perturb(number)
-        draw = plain.compute(micro_batch, told)
+        model_pass.perturb(number)
+        draw = model_pass.compute(micro_batch, told)
         # An error of 0, as of integers, says nothing of a jump.
-        if typical and _typical_error(draw, exact) > JUMP * typical:
+        if typical and _typical_error(draw, reference) > JUMP * typical:
             continue
-        for name, right in exact.modules.items():
-            in_both = name in near.modules and name in draw.modules
-            if in_both and _is_farther(draw.modules[name], near.modules[name], right):
-                near.modules[name] = draw.modules[name]
-        right_loss = exact.loss
-        if right_loss is not None and near.loss is not None and draw.loss is not None:
-            near.loss = max(near.loss, draw.loss, key=lambda loss: abs(loss - right_loss))
-        near.gradients = _farthest(draw.gradients, near.gradients, exact.gradients)
-        for name in near.terms.keys() & draw.terms.keys() & exact.terms.keys():
-            near_term, drawn_term, exact_term = near.terms[name], draw.terms[name], exact.terms[name]
-            near_term.gradients = _farthest(drawn_term.gradients, near_term.gradients, exact_term.gradients)
-    plain.perturb(0)
+        for name, tensor in reference.modules.items():
+            in_both = name in yardstick.modules and name in draw.modules
+            if in_both and _is_farther(draw.modules[name], yardstick.modules[name], tensor):
+                yardstick.modules[name] = draw.modules[name]
+        reference_loss = reference.loss
+        if reference_loss is not None and yardstick.loss is not None and draw.loss is not None:
+            yardstick.loss = max(yardstick.loss, draw.loss, key=lambda loss: abs(loss - reference_loss))
+        yardstick.gradients = _farthest(draw.gradients, yardstick.gradients, reference.gradients)
+        for name in yardstick.terms.keys() & draw.terms.keys() & reference.terms.keys():
+            yardstick_term, drawn_term, reference_term = (
+                yardstick.terms[name],
+                draw.terms[name],
+                reference.terms[name],
+            )
+            yardstick_term.gradients = _farthest(
+                drawn_term.gradients, yardstick_term.gradients, reference_term.gradients
+            )
+    model_pass.perturb(0)
 
 
-def _typical_error(computed: Computed, exact: Computed) -> float:
+def _typical_error(computed: Computed, reference: Computed) -> float:
     """Return the median relative error of the gradients."""
     errors = [
-        _distance(computed.gradients[name], right) / float(right.norm())
-        for name, right in exact.gradients.items()
-        if name in computed.gradients and right.any()
+        _distance(computed.gradients[name], gradient) / float(gradient.norm())
+        for name, gradient in reference.gradients.items()
+        if name in computed.gradients and gradient.any()
     ]
     return statistics.median(errors) if errors else 0.0
 
 
-def _farthest(one: Gradients, other: Gradients, exact: Gradients) -> Gradients:
-    """Return the gradients of `other`, each replaced by that of `one` where that is farther from `exact`."""
-    in_both = [name for name in exact if name in one and name in other]
-    farther = {name for name in in_both if _is_farther(one[name], other[name], exact[name])}
+def _farthest(one: Gradients, other: Gradients, reference: Gradients) -> Gradients:
+    """Return the gradients of `other`, each replaced by that of `one` where that is farther from `reference`."""
+    in_both = [name for name in reference if name in one and name in other]
+    farther = {name for name in in_both if _is_farther(one[name], other[name], reference[name])}
     return Lazy(other, lambda name: (one if name in farther else other)[name])
 
 
-def _is_farther(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether `one` is farther from `exact` than `other` is. Integers and other shapes are not compared."""
-    is_comparable = one.shape == other.shape == exact.shape and exact.is_floating_point()
-    return is_comparable and _distance(one, exact) > _distance(other, exact)
+def _is_farther(one: torch.Tensor, other: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether `one` is farther from `reference` than `other` is. Integers and other shapes are not compared."""
+    is_comparable = one.shape == other.shape == reference.shape and reference.is_floating_point()
+    return is_comparable and _distance(one, reference) > _distance(other, reference)
 
 
-def _distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((tensor.double() - exact).norm())
+def _distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((tensor.double() - reference).norm())

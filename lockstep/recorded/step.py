@@ -220,7 +220,7 @@ class _Step:
             draws.require_known(micro_batch, self.ranks[0].data_parallel, dtypes)
         nominal, after_modules = self._judge_free(weights, expect)
         missing = self._missing(weights)
-        for result in (*self.free.exact, *self.free.near):
+        for result in (*self.free.reference_results, *self.free.yardstick_results):
             result.gradients = {}  # they take the most room
         self._judge_alone(nominal, after_modules)
         verdict.wrong += self.norm_problems + missing + ranks.update_problems
@@ -288,11 +288,11 @@ class _Step:
         after_modules = len(verdict.wrong)
         beside = self._leave_loss_out()
         self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
-        columns = columns_of(self.free.exact)
+        columns = columns_of(self.free.reference_results)
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
         losses = len(self.micro)
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
-        yardstick = Sum(self.gradients, columns_of(self.free.near), fitted.weights, self.clipped)
+        yardstick = Sum(self.gradients, columns_of(self.free.yardstick_results), fitted.weights, self.clipped)
         self.rank_checks.judge_samples()
         self.free.judge_losses()
         loss_weights, nominal = fitted.weights, None
@@ -302,9 +302,13 @@ class _Step:
             numbers = {len(records[0].micro_batches) for records in self.recording.steps}
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.rank_checks.norm_of_steps, self.gradients.keys())
-            weighed = LossWeights(self.rank_checks, self.free.exact, made_of, elsewhere, norm, beside)
+            weighed = LossWeights(
+                self.rank_checks, self.free.reference_results, made_of, elsewhere, norm, beside
+            )
             loss_weights = weighed.judge(fitted, again, expect)
-            yardstick = Sum(self.gradients, columns_of(self.free.near), loss_weights, self.clipped)
+            yardstick = Sum(
+                self.gradients, columns_of(self.free.yardstick_results), loss_weights, self.clipped
+            )
             self.norm_problems, nominal = weighed.norm_problems, weighed.nominal
             self.by_hand = weighed.by_hand != 1
             counts = Counts(self.rank_checks, self.gradients, self.clipped, columns, weighed)
@@ -345,10 +349,11 @@ class _Step:
 
     def _are_right(self, means: dict[str, torch.Tensor], weights: torch.Tensor) -> bool:
         """Whether these are the gradients for `weights` of the micro batches' losses."""
-        exact, near = (
-            Sum(means, columns_of(passes), weights) for passes in (self.free.exact, self.free.near)
+        reference, yardstick = (
+            Sum(means, columns_of(passes), weights)
+            for passes in (self.free.reference_results, self.free.yardstick_results)
         )
-        rows = self.verdict.gradients(means, exact, near)
+        rows = self.verdict.gradients(means, reference, yardstick)
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:
@@ -356,9 +361,9 @@ class _Step:
 
         Returns the norms of their gradients.
         """
-        if any(result.loss is not None for result in self.free.exact):
+        if any(result.loss is not None for result in self.free.reference_results):
             return {}
-        used = {name for result in self.free.exact for name in result.gradients}
+        used = {name for result in self.free.reference_results for name in result.gradients}
         every, alone = self.gradients, [name for name in self.gradients if name not in used]
         if not used or not alone:
             return {}
@@ -371,14 +376,16 @@ class _Step:
 
         `nominal` and `after_modules` are what `_judge_free` returns.
         """
-        if any(math.isnan(result.arrived) for result in self.free.exact):
+        if any(math.isnan(result.arrived) for result in self.free.reference_results):
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
             self._say_gradients()
             return
-        for micro_batch, exact, near in zip(self.micro, self.free.exact, self.free.near, strict=True):
-            self.free.alone.add(micro_batch, *self.free.recorded(micro_batch), exact, near)
+        for micro_batch, reference, yardstick in zip(
+            self.micro, self.free.reference_results, self.free.yardstick_results, strict=True
+        ):
+            self.free.alone.add(micro_batch, *self.free.recorded(micro_batch), reference, yardstick)
         # A piece's loss alone has no gradient there, and a head that TRL replaced rounds otherwise.
         is_known = self.verdict.pieces == 1 and not any(
             LOG_PROBS in micro_batch.output_gradients for micro_batch in self.micro
@@ -432,7 +439,9 @@ class _Step:
             if not without:
                 continue
             if any(
-                bool(result.gradients[name].any()) for result in self.free.exact if name in result.gradients
+                bool(result.gradients[name].any())
+                for result in self.free.reference_results
+                if name in result.gradients
             ):
                 wrong.append(f"{name} has no gradient on rank {without[0]}, though the loss depends on it")
             elif name in self.recording.names(self.verdict.step, "gradient"):
@@ -449,7 +458,7 @@ class _Step:
             return
         gradients = Lazy(wrong, lambda name: self.gradients[name])
         kept = Lazy(wrong, lambda name: self.rank_checks.whole(previous, f"gradient/{name}"))
-        columns = columns_of(self.free.exact)
+        columns = columns_of(self.free.reference_results)
         without, with_it = (
             normalisation.fit(gradients, sources, self.clipped, losses=len(columns))
             for sources in (columns, [*columns, kept])

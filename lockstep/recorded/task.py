@@ -15,7 +15,7 @@ import torch
 
 from lockstep.ground.words import and_more
 from lockstep.recorded import pieces
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
@@ -34,7 +34,7 @@ AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "lab
 
 
 def judge(
-    verdict: StepVerdict, reference: Reference, micro: list[JoinedMicroBatch], computed: list[Computed]
+    verdict: StepVerdict, reference: ModelPass, micro: list[JoinedMicroBatch], computed: list[Computed]
 ) -> None:
     """Add sentences to the verdict. `reference` is in float64; `computed` is what it gave for each micro batch."""
     _judge_ties(verdict, reference.model)
@@ -87,7 +87,7 @@ def _judge_staleness(
             return
 
 
-def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[JoinedMicroBatch]) -> None:
+def judge_replicas(verdict: StepVerdict, reference: ModelPass, micro: list[JoinedMicroBatch]) -> None:
     """Judge whether replicas compute alike.
 
     Their buffers and attributes may differ where nothing in training depends on them, such as a batch norm's averages.
@@ -108,15 +108,14 @@ def judge_replicas(verdict: StepVerdict, reference: Reference, micro: list[Joine
 
 
 def note_buffers(
-    verdict: StepVerdict, micro_batch: JoinedMicroBatch, exact: Reference, near: Reference
+    verdict: StepVerdict, micro_batch: JoinedMicroBatch, reference: ModelPass, yardstick: ModelPass
 ) -> None:
     """Note buffers, such as a batch norm's statistics, if the next pass does not begin with what a forward pass leaves.
 
-    The passes over a micro batch in float64 and in the run's dtypes have just been made. Only rank 0 is looked at: DDP
-    sends its buffers to the others.
+    `reference` and `yardstick` have just computed the micro batch. Only rank 0 is looked at: DDP sends its buffers to the others.
     """
     recording, step, later = (
-        exact.recording,
+        reference.recording,
         verdict.step,
         replace(micro_batch, number=micro_batch.number + 1),
     )
@@ -124,14 +123,14 @@ def note_buffers(
         step, later.number = step + 1, 0
     if micro_batch.ranks[0] or step > len(recording.steps):
         return
-    # Before this pass, before the next one, and after this pass in the run's dtypes
+    # Before this pass, before the next one, and after this pass of the yardstick
     states = (
         recording.buffers(verdict.step, micro_batch),
         recording.buffers(step, later),
-        dict(near.model.named_buffers()),
+        dict(yardstick.model.named_buffers()),
     )
     names = []
-    for name, expected in exact.model.named_buffers():
+    for name, expected in reference.model.named_buffers():
         if expected.is_floating_point() and all(
             expected.shape == getattr(buffers.get(name), "shape", 0) for buffers in states
         ):
@@ -189,7 +188,7 @@ def _ids_name(model: torch.nn.Module, micro_batch: JoinedMicroBatch, result: Com
 
 
 def _judge_targets(
-    verdict: StepVerdict, reference: Reference, micro_batch: JoinedMicroBatch, name: str, result: Computed
+    verdict: StepVerdict, reference: ModelPass, micro_batch: JoinedMicroBatch, name: str, result: Computed
 ) -> None:
     """Judge whether each position is trained to give the next token, and padding none.
 
@@ -299,7 +298,7 @@ def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:
 
 def _judge_leaks(
     verdict: StepVerdict,
-    reference: Reference,
+    reference: ModelPass,
     micro_batch: JoinedMicroBatch,
     ids: str,
     targets: torch.Tensor | None,
@@ -333,7 +332,7 @@ def _judge_leaks(
 
 
 def _change(
-    reference: Reference,
+    reference: ModelPass,
     micro_batch: JoinedMicroBatch,
     ids: str,
     original: torch.Tensor,
@@ -352,7 +351,7 @@ def _change(
     return None
 
 
-def _is_causal(reference: Reference, micro_batch: JoinedMicroBatch, name: str, along: int) -> bool:
+def _is_causal(reference: ModelPass, micro_batch: JoinedMicroBatch, name: str, along: int) -> bool:
     """Whether the logits of the first half along a dim depend on no token of the second.
 
     False if it is not known, as of a model that takes no other tokens. `name` is that of the input with the tokens.

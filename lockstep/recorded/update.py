@@ -279,41 +279,58 @@ class _Updates:
         Where a step takes signs, rounding errors may change one. So the update may also be that of gradients and
         state that are off by rounding errors.
         """
-        exact, near = (self.replay.step(names, exact=is_exact) for is_exact in (True, False))
-        rows = self._rows(names, [exact], near)
+        reference, yardstick = (self.replay.step(names, exact=is_exact) for is_exact in (True, False))
+        rows = self._rows(names, [reference], yardstick)
         if not any(row.too_far for row in rows):
             return rows
-        tensors = [tensor for name in names for tensor in (near.parameters[name], *near.state(name).values())]
+        tensors = [
+            tensor
+            for name in names
+            for tensor in (yardstick.parameters[name], *yardstick.state(name).values())
+        ]
         moved = UPDATE_OF_CHANGE * max(
             torch.finfo(tensor.dtype).eps / 2 for tensor in tensors if tensor.is_floating_point()
         )
         others = [self.replay.step(names, exact=True, moved=by) for by in (moved, -moved)]
-        return self._rows(names, [exact, *others], near)
+        return self._rows(names, [reference, *others], yardstick)
 
-    def _rows(self, names: list[str], exact: list[Stepped], near: Stepped) -> list[Judgement]:
+    def _rows(self, names: list[str], references: list[Stepped], yardstick: Stepped) -> list[Judgement]:
         rows = []
         for name in names:
-            states = [stepped.state(name) for stepped in exact]
-            values = [stepped.parameters[name].detach() for stepped in exact]
-            own, weight, plain = self.updated[name], self.replay.weights[name], near.parameters[name].detach()
+            states = [stepped.state(name) for stepped in references]
+            values = [stepped.parameters[name].detach() for stepped in references]
+            own, weight, yardstick_value = (
+                self.updated[name],
+                self.replay.weights[name],
+                yardstick.parameters[name].detach(),
+            )
             if not all(math.isfinite(float(w.sum())) for w in values) and bool(own.isfinite().all()):
                 raise CannotStep("in float64, its step gives numbers that are not finite")
-            error_of_powers = self._error_of_powers(exact[0], name)
-            rows.append(_row(self.step, f"update/{name}", own, weight, values, plain, error_of_powers))
-            for key, plain in near.state(name).items():
+            error_of_powers = self._error_of_powers(references[0], name)
+            rows.append(
+                _row(self.step, f"update/{name}", own, weight, values, yardstick_value, error_of_powers)
+            )
+            for key, yardstick_value in yardstick.state(name).items():
                 is_known = f"{key}/{name}" in self.after and key in states[0]
-                if not is_known or not plain.is_floating_point() or not plain.ndim:
+                if not is_known or not yardstick_value.is_floating_point() or not yardstick_value.ndim:
                     continue
                 own = self.recording.whole(self.step + 1, f"state/{key}/{name}")[0]
-                if own.dtype is not plain.dtype:
-                    self.odd.add(f"{key}/{name}, {own.dtype} for {plain.dtype}")
-                if own.shape != plain.shape:
+                if own.dtype is not yardstick_value.dtype:
+                    self.odd.add(f"{key}/{name}, {own.dtype} for {yardstick_value.dtype}")
+                if own.shape != yardstick_value.shape:
                     continue
                 before = torch.zeros_like(own)
                 if f"{key}/{name}" in self.before:
                     before = self.recording.whole(self.step, f"state/{key}/{name}")[0]
                 rows.append(
-                    _row(self.step, f"{key}/{name}", own, before, [state[key] for state in states], plain)
+                    _row(
+                        self.step,
+                        f"{key}/{name}",
+                        own,
+                        before,
+                        [state[key] for state in states],
+                        yardstick_value,
+                    )
                 )
         return rows
 
@@ -334,40 +351,42 @@ def _row(
     name: str,
     own: torch.Tensor,
     before: torch.Tensor,
-    exact: list[torch.Tensor],
-    near: torch.Tensor,
+    references: list[torch.Tensor],
+    yardstick: torch.Tensor,
     more: float = 0.0,
 ) -> Judgement:
-    """Return the row of an updated tensor: `own` against the first of `exact`, the same update in float64.
+    """Return the row of an updated tensor: `own` against the first of `references`, the same update in float64.
 
-    `near`, the same update in the run's own dtype, is the yardstick. `before` is the tensor before the update. Where the
-    first of `exact` and the others go in different directions, `own` may be anything between them. `more` is tolerated of
-    the change.
+    `yardstick` is the same update in the run's own dtype. `before` is the tensor before the update. Where the first of `references`
+    and the others go in different directions, `own` may be anything between them. `more` is tolerated of the change.
     """
-    if len(exact) == 1:
-        distance, yardstick = distances_of([own, near], exact[0], before)
+    if len(references) == 1:
+        distance, yardstick_distance = distances_of([own, yardstick], references[0], before)
     else:
-        distance, yardstick = (
-            distances_of([tensor], _between(tensor, before, exact), before)[0] for tensor in (own, near)
+        distance, yardstick_distance = (
+            distances_of([tensor], _between(tensor, before, references), before)[0]
+            for tensor in (own, yardstick)
         )
     roundoff = torch.finfo(own.dtype).eps / 2
-    tolerated = own_update_tolerance(distance, yardstick, LIMIT_OF_UPDATE, roundoff).plus(
+    tolerated = own_update_tolerance(distance, yardstick_distance, LIMIT_OF_UPDATE, roundoff).plus(
         distance.shown.times(more)
     )
     row = Judgement(step, name, distance, *tolerated)
     if row.too_far:
-        row.picture = draw(own, _between(own, before, exact), *tolerated)
+        row.picture = draw(own, _between(own, before, references), *tolerated)
     return row
 
 
-def _between(own: torch.Tensor, before: torch.Tensor, exact: list[torch.Tensor]) -> torch.Tensor:
-    """Return the reference of what was updated: the first of `exact`.
+def _between(own: torch.Tensor, before: torch.Tensor, references: list[torch.Tensor]) -> torch.Tensor:
+    """Return the reference of what was updated: the first of `references`.
 
     Where these go in different directions from `before`, it is what is nearest to `own` between them.
     """
-    least, most = (functools.reduce(extreme, exact).double() for extreme in (torch.minimum, torch.maximum))
+    least, most = (
+        functools.reduce(extreme, references).double() for extreme in (torch.minimum, torch.maximum)
+    )
     turns = (least < before) & (before < most)
-    return exact[0].double().where(~turns, own.double().clamp(least, most))
+    return references[0].double().where(~turns, own.double().clamp(least, most))
 
 
 def _error_of_powers(options: dict[str, Any], kept: dict[str, torch.Tensor], more: int = 0) -> float:

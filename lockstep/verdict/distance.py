@@ -122,14 +122,14 @@ class _Comparison:
         self.change: _Sums | None = None  # what it should show, if that is not itself
         self.terms = _Sums()
 
-    def add(self, values: np.ndarray, exact: np.ndarray, change: np.ndarray | None = None) -> None:
+    def add(self, values: np.ndarray, reference: np.ndarray, change: np.ndarray | None = None) -> None:
         """Add a block of both tensors. `change` is what the tensor should show, if that is not itself."""
-        error = values - exact
+        error = values - reference
         self.error.add(error)
-        self.error_along += float(np.dot(error, exact if change is None else change))
+        self.error_along += float(np.dot(error, reference if change is None else change))
         self.own_square += float(np.dot(values, values))
         if not self._shared:
-            self.wanted.add(exact)
+            self.wanted.add(reference)
         if change is not None:
             self.change = self.change or _Sums()
             self.change.add(change)
@@ -179,11 +179,11 @@ def distances_of(
     comparisons = [_Comparison(wanted) for _ in tensors]
     sources = [reference, *([] if before is None else [before]), *tensors]
     for blocks in zip(*(tensor.detach().reshape(-1).split(BLOCK) for tensor in sources), strict=True):
-        exact, *others = (block.double().numpy() for block in blocks)
-        change = None if before is None else exact - others.pop(0)
-        wanted.add(exact)
+        reference_block, *others = (block.double().numpy() for block in blocks)
+        change = None if before is None else reference_block - others.pop(0)
+        wanted.add(reference_block)
         for comparison, values in zip(comparisons, others, strict=True):
-            comparison.add(values, exact, change)
+            comparison.add(values, reference_block, change)
     return [comparison.distance() for comparison in comparisons]
 
 
@@ -208,15 +208,18 @@ def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> M
     """
     dumps = {run: dump for run, dump in dumps.items() if dump.has(step, name)}
     distinct = list(dict.fromkeys(references[run] for run in dumps))
-    exact_sums, is_same = [_Sums() for _ in distinct], True
+    reference_sums, is_same = [_Sums() for _ in distinct], True
     indices = [distinct.index(references[run]) for run in dumps]
-    comparisons, from_first = [_Comparison(exact_sums[index]) for index in indices], [_Sums() for _ in dumps]
+    comparisons, from_first = (
+        [_Comparison(reference_sums[index]) for index in indices],
+        [_Sums() for _ in dumps],
+    )
     for blocks in _blocks([(source, step, name) for source in [*distinct, *dumps.values()]]):
-        exact, values = blocks[: len(distinct)], blocks[len(distinct) :]
-        for sums, block in zip(exact_sums, exact, strict=True):
+        reference_blocks, values = blocks[: len(distinct)], blocks[len(distinct) :]
+        for sums, block in zip(reference_sums, reference_blocks, strict=True):
             sums.add(block)
         for index, own in enumerate(values):
-            comparisons[index].add(own, exact[indices[index]])
+            comparisons[index].add(own, reference_blocks[indices[index]])
             if index:
                 from_first[index].add(own - values[0])
         if is_same and len(values) > 1:
@@ -262,7 +265,7 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
     for gradient, old, *rest in _blocks(sources):
         gradient *= clip
         own_blocks, moments = rest[: len(kinds)], rest[len(kinds) :]
-        exact, change = [], gradient
+        reference_moments, change = [], gradient
         if is_adamw:
             m, v = gradient * (1 - b1), np.square(gradient) * (1 - b2)
             if moments:
@@ -270,10 +273,12 @@ def update_distances(dump: Dump, initial: Dump, step: int, clip: float, name: st
                 m, v = m + kept, v + moments[1] * b2
                 comparisons["exp_avg"].terms.add(kept)
                 comparisons["parameter"].terms.add(rate * direction(kept, v, step))
-            exact, change = [m, v], direction(m, v, step)
+            reference_moments, change = [m, v], direction(m, v, step)
         change = change * -rate - old * (rate * decay)
-        for kind, values, exact_values in zip(kinds, own_blocks, [*exact, change + old], strict=True):
-            comparisons[kind].add(values, exact_values, change if kind == "parameter" else None)
+        for kind, values, reference in zip(
+            kinds, own_blocks, [*reference_moments, change + old], strict=True
+        ):
+            comparisons[kind].add(values, reference, change if kind == "parameter" else None)
     return {kind: comparison.distance() for kind, comparison in comparisons.items()}
 
 
@@ -292,8 +297,8 @@ def own_update_distances(
     }
     before = initial if step == 1 else dump
     comparison, key = _Comparison(), f"parameter/{name}"
-    for old, exact, values in _blocks([(before, step - 1, key), (replay, step, key), (dump, step, key)]):
-        comparison.add(values, exact, exact - old)
+    for old, reference, values in _blocks([(before, step - 1, key), (replay, step, key), (dump, step, key)]):
+        comparison.add(values, reference, reference - old)
     return {**distances, "parameter": comparison.distance()}
 
 

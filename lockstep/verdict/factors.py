@@ -111,8 +111,8 @@ class Factors:
         self,
         name: str,
         own: torch.Tensor,
-        near: torch.Tensor,
-        right: torch.Tensor,
+        yardstick: torch.Tensor,
+        reference: torch.Tensor,
         *,
         is_weight: bool,
         where: str = "",
@@ -120,14 +120,16 @@ class Factors:
     ) -> None:
         """Add the projections of a tensor, unless it is zero or has too few elements.
 
-        `own` is the run's tensor, `near` the yardstick's, `right` the reference's in float64, all of one shape. `is_weight`: it is
-        the gradient of a parameter.
+        `own`, `yardstick` and `reference` are the tensor of the run, of the yardstick, and of the reference in float64, all of one shape.
+        `is_weight`: it is the gradient of a parameter.
         """
-        if right.numel() >= LEAST and bool(right.any()):
-            projections = project(name, own, near, right, is_weight)
+        if reference.numel() >= LEAST and bool(reference.any()):
+            projections = project(name, own, yardstick, reference, is_weight)
             # A yardstick of another kind of processor has rounding errors that the run does not have
             if self.nothing > NOTHING and farthest(projections, 1, self.nothing).multiple > 1:
-                projections = replace(projections, from_reference=project(name, own, right, right, is_weight))
+                projections = replace(
+                    projections, from_reference=project(name, own, reference, reference, is_weight)
+                )
             self.found.append(replace(projections, where=where, rank=rank))
 
     @property
@@ -207,15 +209,17 @@ def ratio(part: np.ndarray, whole: np.ndarray, otherwise: float = 0.0) -> np.nda
 
 
 def project(
-    name: str, own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, is_weight: bool
+    name: str, own: torch.Tensor, yardstick: torch.Tensor, reference: torch.Tensor, is_weight: bool
 ) -> Projections:
     """Return the projections of a tensor: of all of it, and of the blocks of each dim. Arguments are those of `Factors.add`."""
     # What a module computes from its inputs before it sums has errors of its own. All sums of one of these share its errors: the
     # elements of a token, and, in a weight's gradient, those of an input.
-    is_transposed = is_weight and right.ndim > 1
-    shape = right.movedim(-2, -1).shape if is_transposed else right.shape
-    together = max(1, math.ceil(right.numel() / SUMS))
-    products, sizes = (tensor.numpy() for tensor in _summed_rows(own, near, right, is_transposed, together))
+    is_transposed = is_weight and reference.ndim > 1
+    shape = reference.movedim(-2, -1).shape if is_transposed else reference.shape
+    together = max(1, math.ceil(reference.numel() / SUMS))
+    products, sizes = (
+        tensor.numpy() for tensor in _summed_rows(own, yardstick, reference, is_transposed, together)
+    )
     # A few rows may have most of a tensor, and few errors say little of their size. So there are projections with all rows
     # weighted alike, too.
     row_weights = ratio(np.ones(1), sizes.sum(1, keepdims=True))
@@ -227,37 +231,41 @@ def project(
     # The size of errors that columns share is taken as known.
     freedom[2] = MANY
     parts = [part for parts_of_cut, _, _ in cuts for part in 2 * parts_of_cut]
-    return Projections(name, tuple(right.shape), parts, excess, ratio(np.sqrt(variances), size), freedom)
+    return Projections(name, tuple(reference.shape), parts, excess, ratio(np.sqrt(variances), size), freedom)
 
 
 def _summed_rows(
-    own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, is_transposed: bool, together: int
+    own: torch.Tensor, yardstick: torch.Tensor, reference: torch.Tensor, is_transposed: bool, together: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (d sign(a), |a|), each (rows, columns / together): `together` neighbours in a row are summed.
 
-    d is `own` less `near`, and a is `right`. If `is_transposed`, rows are the matrices' columns. An element that is zero in exact
+    d is `own` less `yardstick`, and a is `reference`. If `is_transposed`, rows are the matrices' columns. An element that is zero in exact
     arithmetic, such as of the gradient at the query of a first position, has no sign, so its d is left out. Memory has a piece of
     the tensors at a time.
     """
-    width = right.shape[-1] if right.ndim > 1 else 1
-    height = right.shape[-2] if is_transposed else right.numel() // width
+    width = reference.shape[-1] if reference.ndim > 1 else 1
+    height = reference.shape[-2] if is_transposed else reference.numel() // width
     columns = height if is_transposed else width
     step = max(1, PIECE // width // together) * together if is_transposed else max(1, PIECE // width)
     collected: list[list[torch.Tensor]] = [[], []]
-    threshold = ZERO * float(torch.linalg.vector_norm(right, torch.inf))
-    for matrices in zip(*(tensor.reshape(-1, height, width) for tensor in (own, near, right)), strict=True):
+    threshold = ZERO * float(torch.linalg.vector_norm(reference, torch.inf))
+    for matrices in zip(
+        *(tensor.reshape(-1, height, width) for tensor in (own, yardstick, reference)), strict=True
+    ):
         pieces: list[list[torch.Tensor]] = [[], []]
-        for values, yardstick, exact in zip(*(matrix.split(step) for matrix in matrices), strict=True):
-            difference = values.double() - yardstick
-            signs = exact.sign().masked_fill_(exact.abs() < threshold, 0.0)
-            for index, block in enumerate((difference * signs, exact.abs())):
+        for values, yardstick_block, reference_block in zip(
+            *(matrix.split(step) for matrix in matrices), strict=True
+        ):
+            difference = values.double() - yardstick_block
+            signs = reference_block.sign().masked_fill_(reference_block.abs() < threshold, 0.0)
+            for index, block in enumerate((difference * signs, reference_block.abs())):
                 matrix = block.T if is_transposed else block
                 padded = F.pad(matrix, (0, -matrix.shape[1] % together))
                 pieces[index].append(padded.reshape(len(matrix), -1, together).sum(-1))
         for index, tensors in enumerate(pieces):
             collected[index].append(torch.cat(tensors, 1 if is_transposed else 0))
     products, sizes = (torch.cat(tensors) for tensors in collected)
-    assert products.shape == (right.numel() // columns, math.ceil(columns / together))
+    assert products.shape == (reference.numel() // columns, math.ceil(columns / together))
     return products, sizes
 
 

@@ -119,7 +119,7 @@ class Forced(Passes):
         return Lazy(gradients, lambda name: gradients[name].double())
 
 
-def plain_model(dump: Dump) -> "PreTrainedModel":
+def model_of(dump: Dump) -> "PreTrainedModel":
     """Return a model that computes in the dtypes of a run, with any weights."""
     config = dump.run["config"]
     model, _ = build_model(
@@ -131,14 +131,17 @@ def plain_model(dump: Dump) -> "PreTrainedModel":
 
 
 def judge(
-    dump: Dump, reference: Dump, exact_model: torch.nn.Module, near_model: torch.nn.Module
+    dump: Dump, reference: Dump, reference_model: torch.nn.Module, yardstick_model: torch.nn.Module
 ) -> ModuleResults:
     """Judge the modules of all steps of a dump by themselves.
 
-    `reference` has the weights before step 1, and the gradients of a free pass. `exact_model` is in float64
-    (lockstep/verdict/float64.py), `near_model` in the run's dtypes.
+    `reference` is the reference's dump, with the weights before step 1 and the gradients of a free pass. `reference_model` is in
+    float64 (lockstep/verdict/float64.py), `yardstick_model` in the run's dtypes.
     """
-    exact, plain = Forced(exact_model, dump, exact=True), Forced(near_model, dump, exact=False)
+    reference_pass, yardstick_pass = (
+        Forced(reference_model, dump, exact=True),
+        Forced(yardstick_model, dump, exact=False),
+    )
     rows: list[Judgement] = []
     choices: list[Chosen] = []
     for step in dump.steps:
@@ -147,26 +150,28 @@ def judge(
         inputs = [f"batch/{name}" for name in dump.samples.inputs]
         # A run that lacks tensors fails without this
         if before.has(step - 1, *weights) and dump.has(step, *inputs):
-            step_rows, step_choices = _judge_step(dump, before, reference, step, exact, plain)
+            step_rows, step_choices = _judge_step(
+                dump, before, reference, step, reference_pass, yardstick_pass
+            )
             rows += step_rows
             choices += step_choices
-    for forced in (exact, plain):
+    for forced in (reference_pass, yardstick_pass):
         forced.remove()
     return ModuleResults(dump=digest_of(dump), rows=rows, choices=choices)
 
 
 def _judge_step(
-    dump: Dump, before: Dump, reference: Dump, step: int, exact: Forced, plain: Forced
+    dump: Dump, before: Dump, reference: Dump, step: int, reference_pass: Forced, yardstick_pass: Forced
 ) -> tuple[list[Judgement], list[Chosen]]:
     """Return the rows and the choices of one step. `before` has the weights before it."""
-    for forced in (exact, plain):
+    for forced in (reference_pass, yardstick_pass):
         forced.model.zero_grad(set_to_none=True)
-    pairs = zip(exact.model.named_parameters(), plain.model.named_parameters(), strict=True)
+    pairs = zip(reference_pass.model.named_parameters(), yardstick_pass.model.named_parameters(), strict=True)
     with torch.no_grad():
-        for (name, right_weight), (_, near_weight) in pairs:
+        for (name, reference_weight), (_, yardstick_weight) in pairs:
             weight = before.tensor(step - 1, f"parameter/{name}")
-            right_weight.copy_(weight)
-            near_weight.copy_(weight)
+            reference_weight.copy_(weight)
+            yardstick_weight.copy_(weight)
     config = dump.run["config"]
     precision = config["precision"]
     arithmetic = arithmetic_of(config["device"], single=precision == "fp32")
@@ -177,18 +182,20 @@ def _judge_step(
     share = 1.0 if num_labels else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
     of_one: dict[str, torch.Tensor] = {}
     for micro_batch in _micro_batches(dump, step):
-        right, near = (forced.compute(micro_batch, share, num_labels) for forced in (exact, plain))
+        reference_result, yardstick_result = (
+            forced.compute(micro_batch, share, num_labels) for forced in (reference_pass, yardstick_pass)
+        )
         own = {name: [(micro_batch.dp_rank, tensor)] for name, tensor in micro_batch.written.items()}
-        modules.add(micro_batch.number, [micro_batch.dp_rank], own, right, near)
-        of_one = of_one or plain.vector_gradients()
+        modules.add(micro_batch.number, [micro_batch.dp_rank], own, reference_result, yardstick_result)
+        of_one = of_one or yardstick_pass.vector_gradients()
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
-    right_gradients = Sum(observed, [exact.gradients()], torch.ones(1))
+    reference_gradients = Sum(observed, [reference_pass.gradients()], torch.ones(1))
     gradients = judged(
         step,
         observed,
-        right_gradients,
-        plain.gradients(),
+        reference_gradients,
+        yardstick_pass.gradients(),
         precision,
         arithmetic=arithmetic,
         kind="gradient/",

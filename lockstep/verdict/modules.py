@@ -46,26 +46,28 @@ class Modules:
         # (micro batch, rank) -> the factor on the gradients that the recorded gradient of the loss does not have
         self.scales: dict[tuple[int, int], float] = {}
 
-    def add(self, number: int, ranks: list[int], own: Tensors, exact: Computed, near: Computed) -> None:
+    def add(
+        self, number: int, ranks: list[int], own: Tensors, reference: Computed, yardstick: Computed
+    ) -> None:
         """Judge a micro batch. `number` is its place in the step, `ranks` were called with it, and `own` are their tensors.
 
-        `exact` is what the reference computed, `near` what the yardstick did.
+        `reference` and `yardstick` are what each of them computed.
         """
         for pass_name in ("forward", "backward"):
-            names = [name for name in exact.modules if name.startswith(pass_name) and name in own]
+            names = [name for name in reference.modules if name.startswith(pass_name) and name in own]
             for rank in ranks:
                 tensors = {name: dict(own[name])[rank] for name in names if rank in dict(own[name])}
-                self._judge(number, rank, tensors, exact.modules, near.modules)
-        for module, choice in exact.told.items():
-            tolerated = self._tolerated_regret(choice.scores, near.told[module].scores.double())
+                self._judge(number, rank, tensors, reference.modules, yardstick.modules)
+        for module, choice in reference.told.items():
+            tolerated = self._tolerated_regret(choice.scores, yardstick.told[module].scores.double())
             self.chosen.append(Chosen(self.verdict.step, f"forward/{module}", choice.regret, tolerated))
 
-    def _tolerated_regret(self, exact: torch.Tensor, near: torch.Tensor) -> float:
+    def _tolerated_regret(self, reference: torch.Tensor, yardstick: torch.Tensor) -> float:
         """Return the regret that is tolerated of a choice: two scores may each be as far off as any score of a correct run."""
         # A group of experts that is left out may have no finite score.
-        is_finite = exact.isfinite() & near.isfinite()
-        scores = exact[is_finite]
-        error = float((near[is_finite] - scores).abs().max())
+        is_finite = reference.isfinite() & yardstick.isfinite()
+        scores = reference[is_finite]
+        error = float((yardstick[is_finite] - scores).abs().max())
         return 2 * (MULTIPLE * error + FLOOR * UNIT[self.precision] * float(scores.abs().max()))
 
     def _judge(
@@ -73,30 +75,32 @@ class Modules:
         number: int,
         rank: int,
         run_tensors: dict[str, torch.Tensor],
-        exact: Mapping[str, torch.Tensor],
-        near: Mapping[str, torch.Tensor],
+        reference: Mapping[str, torch.Tensor],
+        yardstick: Mapping[str, torch.Tensor],
     ) -> None:
         """Judge a rank's tensors of one pass, which are in order of execution."""
         places = {name: f"micro batch {number}, {self._whose(name, rank)}" for name in run_tensors}
         scale = None if self.scaled else 1.0
         scales: dict[str, float] = {}
         for name, tensor in run_tensors.items():
-            if tensor.shape != exact[name].shape or name not in near:
+            if tensor.shape != reference[name].shape or name not in yardstick:
                 self.left_out[module_of(name)] = None
             elif tensor.is_floating_point() and tensor.numel():
                 if name.startswith("backward"):
                     # A library may scale the gradient of the loss after it was recorded there. So the scale is measured where the gradient
                     # arrives first. It is measured against the yardstick, which rounds as the run does: values that lie close together
                     # may all round to the same side.
-                    if scale is None and bool(near[name].any()):
-                        scale = distance_of(tensor, near[name]).scale
+                    if scale is None and bool(yardstick[name].any()):
+                        scale = distance_of(tensor, yardstick[name]).scale
                         self.scales[number, rank] = scale
                     elif self.factors is not None:
                         # What arrives later follows from what was recorded.
                         scale = 1.0
                 scales[name] = 1.0 if scale is None else scale
         # A tensor in a lower dtype than the yardstick's has no wider tolerance for it.
-        dtypes = {name: torch.promote_types(run_tensors[name].dtype, near[name].dtype) for name in scales}
+        dtypes = {
+            name: torch.promote_types(run_tensors[name].dtype, yardstick[name].dtype) for name in scales
+        }
 
         def scaled(raw: Mapping[str, torch.Tensor]) -> Lazy:
             return Lazy(
@@ -106,8 +110,8 @@ class Modules:
         rows = judged(
             self.verdict.step,
             run_tensors,
-            scaled(exact),
-            scaled(near),
+            scaled(reference),
+            scaled(yardstick),
             self.precision,
             arithmetic=self.verdict.arithmetic,
             factors=self.factors,

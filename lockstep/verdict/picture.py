@@ -53,8 +53,10 @@ def draw(
     `tolerated` is an absolute 2-norm of the error, `tolerated_largest` an absolute error of one element. `counted`: elements are equal or
     not, so each error is 1, and elements are listed in the order of their places.
     """
-    values, right = (np.atleast_1d(tensor.detach().double().numpy()) for tensor in (own, reference))
-    error = np.nan_to_num(np.abs(values - right), nan=math.inf, posinf=math.inf)
+    values, reference_values = (
+        np.atleast_1d(tensor.detach().double().numpy()) for tensor in (own, reference)
+    )
+    error = np.nan_to_num(np.abs(values - reference_values), nan=math.inf, posinf=math.inf)
     if counted:
         error = np.sign(error)
     beyond = tolerated_largest
@@ -80,7 +82,11 @@ def draw(
         float(f"{beyond:.2g}"),
         int(is_wrong.sum()),
         [_slices(is_wrong, dim) for dim in range(error.ndim)],
-        [(list(index), _short(values[index]), _short(right[index])) for index in indices if error[index] > 0],
+        [
+            (list(index), _short(values[index]), _short(reference_values[index]))
+            for index in indices
+            if error[index] > 0
+        ],
         _squares(flat) if side == SIDE and not counted else None,
     )
 

@@ -200,9 +200,9 @@ def run(config: Config, inputs: Inputs, dumps: Sequence[Path] | None = None) -> 
         require_comparable_dumps(run_dump, reference, same_steps=False)
         replay(config, inputs, strategy, run_dump, reference)
     if run_dumps and config.precision in JUDGED:
-        plain = forced.plain_model(run_dumps[0])
+        yardstick_model = forced.model_of(run_dumps[0])
         for run_dump in run_dumps:
-            module_results.write(forced.judge(run_dump, reference, model, plain), run_dump.folder)
+            module_results.write(forced.judge(run_dump, reference, model, yardstick_model), run_dump.folder)
     return f"{LABEL}: {config.capture_steps} steps, last loss {loss:.9f}, {capture.folder}"
 
 

@@ -72,13 +72,19 @@ def losses(result: Result) -> list[Line]:
     table: list[Line] = [("step", "DP rank", *reference, *labels, "tolerated")]
     for loss in result.losses:
         base = loss.by_strategy[result.baseline]
-        exact = [f"{loss.reference:.9f}"] if result.has_reference else []
+        reference_cell = [f"{loss.reference:.9f}"] if result.has_reference else []
         cells = [
             f"{loss.by_strategy[name]:.9f} ({relative(abs(loss.by_strategy[name] - base), abs(base)):.1e})"
             for name in result.runs
         ]
         table.append(
-            (str(loss.step), str(loss.dp_rank), *exact, *cells, f"{relative(loss.tolerated, abs(base)):.1e}")
+            (
+                str(loss.step),
+                str(loss.dp_rank),
+                *reference_cell,
+                *cells,
+                f"{relative(loss.tolerated, abs(base)):.1e}",
+            )
         )
     return table
 

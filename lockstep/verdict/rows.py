@@ -96,14 +96,14 @@ class StepVerdict:
         return [row for row in self.rows if not (row.judged or row.too_far or row.exact_zero)]
 
     def gradients(
-        self, observed: Gradients, right: Gradients, near: Gradients, **more: Any
+        self, observed: Gradients, reference: Gradients, yardstick: Gradients, **more: Any
     ) -> list[Judgement]:
         """Return the rows of the parameters' gradients of the step. `more` is passed on to `judged`."""
         return judged(
             self.step,
             observed,
-            right,
-            near,
+            reference,
+            yardstick,
             self.precision,
             arithmetic=self.arithmetic,
             kind="gradient/",
@@ -129,8 +129,8 @@ def described(row: Judgement, alone: Judgement | None) -> str:
 def judged(
     step: int,
     observed: Gradients,
-    right: Gradients,
-    near: Gradients,
+    reference: Gradients,
+    yardstick: Gradients,
     precision: str,
     *,
     arithmetic: Arithmetic = CPU,
@@ -142,46 +142,52 @@ def judged(
     where: Mapping[str, str] = {},
     rank: int | None = None,
 ) -> list[Judgement]:
-    """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `right`.
+    """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `reference`.
 
-    `right` are the reference's tensors. `near` is the yardstick: the same computed in the run's dtypes. `precision` is "fp32" or
+    `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `precision` is "fp32" or
     "autocast". `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
-    rounded to another one before. `of_one` has the yardstick's gradients of one micro batch, at least those of vectors. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given the tensors, too, and
-    `where` each of them is, and their `rank`.
+    rounded to another one before. `of_one` has the yardstick's gradients of one micro batch, at least those of vectors. `zeros` are
+    names of rows that are zero in exact arithmetic. `factors` is given the tensors, too, and `where` each of them is, and their `rank`.
     """
     distances: dict[str, Distance] = {}
     yardstick_distances: dict[str, Distance] = {}
     entries: dict[str, dict] = {}
-    names = {f"{kind}{name}": name for name in right}
+    names = {f"{kind}{name}": name for name in reference}
     for key, name in names.items():
-        tensor, plain, reference = observed[name], near[name], right[name]
-        distance, yardstick_distances[key] = distances_of([tensor, plain], reference)
-        terms = right.largest_term(name) if isinstance(right, Sum) else EXACT
+        tensor, yardstick_tensor, reference_tensor = observed[name], yardstick[name], reference[name]
+        distance, yardstick_distances[key] = distances_of([tensor, yardstick_tensor], reference_tensor)
+        terms = reference.largest_term(name) if isinstance(reference, Sum) else EXACT
         distances[key] = replace(distance, terms=terms)
         entries[key] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
         if factors is not None:
             factors.add(
-                key, tensor, plain, reference, is_weight=bool(kind), where=where.get(key, ""), rank=rank
+                key,
+                tensor,
+                yardstick_tensor,
+                reference_tensor,
+                is_weight=bool(kind),
+                where=where.get(key, ""),
+                rank=rank,
             )
     rounded = {
         key
         for key, name in names.items()
         if name in of_one and is_vector_gradient(key, entries[key]) and is_of_16_bits(of_one[name])
     }
-    yardstick = Yardstick(yardstick_distances, entries, precision, arithmetic.floor, zeros, rounded)
+    tolerances = Yardstick(yardstick_distances, entries, precision, arithmetic.floor, zeros, rounded)
     rows = [
         Judgement(
             step,
             key,
             distance,
-            *yardstick.tolerance(key, distance),
-            exact_zero=yardstick.is_zero(key, distance),
+            *tolerances.tolerance(key, distance),
+            exact_zero=tolerances.is_zero(key, distance),
         )
         for key, distance in distances.items()
     ]
     add_pictures(
         rows,
         lambda row: number_of_elements(entries[row.name]),
-        lambda row: (observed[names[row.name]], right[names[row.name]]),
+        lambda row: (observed[names[row.name]], reference[names[row.name]]),
     )
     return rows

@@ -77,7 +77,7 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
         times = shares * float((labels[own_rows] != IGNORED).sum() / (labels != IGNORED).sum())
         tokens = independent_tokens(ids[own_rows], labels[own_rows]) / times**2
         noise = loss_noise(baseline.run, baseline.steps[1]["loss"], loss, tokens, ulps=RANK_ULPS)
-        by_strategy, exact = (
+        by_strategy, reference_losses = (
             {name: of_rank(dump, rank) for name, dump in by_name.items()} for by_name in (dumps, references)
         )
         rank_losses.append(
@@ -87,9 +87,11 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
                 loss if references else None,
                 by_strategy,
                 noise * growth,
-                exact,
+                reference_losses,
                 LIMIT[precision] * abs(loss),
-                {name: exact[name] - exact[BASELINE] for name in exact} if may_move else {},
+                {name: reference_losses[name] - reference_losses[BASELINE] for name in reference_losses}
+                if may_move
+                else {},
             )
         )
     return rank_losses

@@ -218,9 +218,10 @@ def step_one():
 
 def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuration=None, **written):
     """(causes, diagnosis) of a run with changes: name -> what its tensor is instead, given it and all."""
-    exact, before = step_one()
+    reference, before = step_one()
     own = {
-        name: changes[name](tensor, exact) if name in changes else tensor for name, tensor in exact.items()
+        name: changes[name](tensor, reference) if name in changes else tensor
+        for name, tensor in reference.items()
     }
     update(own, before)  # follows from the run's own gradients
     follows = {
@@ -228,10 +229,10 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
         for name, tensor in own.items()
         if name.split("/")[0] in ("exp_avg", "exp_avg_sq", "parameter")
     }
-    own |= {name: changes[name](tensor, exact) for name, tensor in follows.items() if name in changes}
+    own |= {name: changes[name](tensor, reference) for name, tensor in follows.items() if name in changes}
     rows = []
     for name, tensor in own.items():
-        aim = follows.get(name, exact[name])
+        aim = follows.get(name, reference[name])
         error, change = tensor - aim, aim - before[name] if name in before else aim
         square = float((change * change).sum())
         scale = 1 + float((error * change).sum()) / square if square else math.nan
@@ -248,7 +249,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
     run = Written({1: own}, replicas_differ, **written)
     found = Findings("fsdp", run, "ddp", [], configuration or {}, rows, norms)
     result = Result({"fsdp": found}, "ddp", [])
-    found = diagnose(result, "fsdp", Written({0: before, 1: exact}), {})
+    found = diagnose(result, "fsdp", Written({0: before, 1: reference}), {})
     return [cause.name for cause in found.causes], found
 
 
@@ -461,14 +462,14 @@ def test_moments():
 
 
 def test_the_norm():
-    exact, _ = step_one()
-    squares = {name: float(exact[f"gradient/{name}"].square().sum()) for name in PARAMETERS}
+    reference, _ = step_one()
+    squares = {name: float(reference[f"gradient/{name}"].square().sum()) for name in PARAMETERS}
     total = sum(squares.values())
     copied = math.sqrt((total + squares["norm.weight"]) / total)
     names, found = diagnosed({}, recorded_norm=copied)
     assert names == ["clipping"] and "counted tp times" in found.causes[0].evidence
     half = squares["norm.weight"] + sum(
-        float(exact[f"gradient/{name}"].chunk(2, dim)[1].square().sum())
+        float(reference[f"gradient/{name}"].chunk(2, dim)[1].square().sum())
         for name, dim in (("col.weight", 0), ("col.bias", 0), ("row.weight", 1))
     )
     names, found = diagnosed({}, recorded_norm=math.sqrt(half / total))
@@ -568,17 +569,17 @@ def masked(diagonal, heads=(0, 2), *, noise=0.0):
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 4, 8, 16, generator=generator).double() for _ in range(3))
     v = v[:, :2].repeat_interleave(2, 1)
-    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     seen = torch.ones(8, 8, dtype=torch.bool).tril(diagonal)
     seen[0, 0] = True
-    own = right.clone()
+    own = reference.clone()
     own[:, heads] = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)[:, heads]
     own *= 1 + noise * torch.randn(own.shape, generator=generator)
-    tensors = [one.transpose(1, 2).flatten(2) for one in (own, right, v[:, ::2])]
+    tensors = [one.transpose(1, 2).flatten(2) for one in (own, reference, v[:, ::2])]
     return SimpleNamespace(
         first=ATTENDED,
         own=lambda name: tensors[0 if name == ATTENDED else 2],
-        exact=lambda name: tensors[1],
+        reference=lambda name: tensors[1],
         has=lambda name: name == "forward/model.layers.0.self_attn.v_proj",
         is_wrong=lambda name: False,
         names=describe_model(BUILT_IN["tiny-qwen2"]).names,

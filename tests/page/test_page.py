@@ -104,8 +104,8 @@ def test_where_the_error_lies(failed):
         and picture["wrong"] == 1
         and picture["slices"] == [[[100, 1]], [[3, 1]]]
     )
-    index, own, right = picture["elements"][0]
-    assert (index, own) == ([100, 3], 1.0) and abs(right) < 0.1
+    index, own, reference = picture["elements"][0]
+    assert (index, own) == ([100, 3], 1.0) and abs(reference) < 0.1
     view = content["views"][1]
     assert view["placements"][view["placed"][str(content["names"][WRONG])]] == [
         [128, 64],
@@ -343,39 +343,39 @@ def test_no_tensor_was_judged():
 
 @pytest.mark.parametrize("shape", [(), (1,), (100,), (3, 200), (2, 3, 70), (2, 2, 5, 3)])
 def test_pictures_of_every_shape(shape):
-    right = torch.arange(math.prod(shape)).reshape(shape).float()
-    own = right.clone()
+    reference = torch.arange(math.prod(shape)).reshape(shape).float()
+    own = reference.clone()
     last = tuple(length - 1 for length in shape)
     own[last] += 0.5
-    found = draw(own, right, 1e-3, 1e-3)
+    found = draw(own, reference, 1e-3, 1e-3)
     if not shape:  # a number is drawn as a vector of one
-        own, right, shape, last = own[None], right[None], (1,), (0,)
+        own, reference, shape, last = own[None], reference[None], (1,), (0,)
     rows = math.prod(shape[:-1])
     down, across = (-(-length // size) for length, size in zip((rows, shape[-1]), found.blocks, strict=True))
     assert len(found.cells) == down * across <= SIDE**2
     assert found.cells.strip(".") == LEVELS[-1] and found.cells[-1] == LEVELS[-1]
     assert (found.wrong, found.largest) == (1, 0.5) and found.elements == [
-        (list(last), float(own[last]), float(right[last]))
+        (list(last), float(own[last]), float(reference[last]))
     ]
     assert found.slices == [[[place, 1]] for place in last]
 
 
 def test_many_runs_of_wrong_slices():
     """Six of them are listed, and one that holds all others."""
-    right = torch.zeros(1, 40)
-    own = right.clone()
+    reference = torch.zeros(1, 40)
+    own = reference.clone()
     own[0, ::2] = 1.0
-    across = draw(own, right, 1e-3, 1e-3).slices[1]
+    across = draw(own, reference, 1e-3, 1e-3).slices[1]
     assert across == [*([place, 1] for place in range(0, 12, 2)), [12, 27]]
 
 
 def test_a_picture_of_what_is_not_finite_and_of_what_is_equal():
-    right = torch.ones(4, 4)
-    same = draw(right, right, 0.0, 0.0)
+    reference = torch.ones(4, 4)
+    same = draw(reference, reference, 0.0, 0.0)
     assert set(same.cells) == {"."} and (same.wrong, same.largest, same.elements) == (0, 0.0, [])
-    own = right.clone()
+    own = reference.clone()
     own[0, 0], own[1, 1], own[2, 2] = math.nan, math.inf, 1.001
-    found = draw(own, right, 1e-6, 1e-6)
+    found = draw(own, reference, 1e-6, 1e-6)
     assert found.cells[0] == found.cells[5] == "!" and found.cells[10] == LEVELS[-1] and found.wrong == 3
     assert found.largest == pytest.approx(1e-3, rel=1e-3)
 

@@ -88,9 +88,11 @@ def test_signs_that_no_rounding_error_turns_would_fail(judged, monkeypatch, caps
 def test_what_only_moves_a_change_is_held_to_it():
     """Between what the step makes of other gradients lies what is right only where they turn the direction."""
     before, own = torch.ones(64), torch.full((64,), 1.05)
-    exact, near, far, back = (torch.full((64,), one) for one in (1.1, 1.1, 1.0 + 1e-6, 0.9))
-    assert recorded_update._row(1, "update/a", own, before, [exact, far, exact], near).too_far
-    assert not recorded_update._row(1, "update/a", own, before, [exact, back, exact], near).too_far
+    reference, yardstick, far, back = (torch.full((64,), one) for one in (1.1, 1.1, 1.0 + 1e-6, 0.9))
+    assert recorded_update._row(1, "update/a", own, before, [reference, far, reference], yardstick).too_far
+    assert not recorded_update._row(
+        1, "update/a", own, before, [reference, back, reference], yardstick
+    ).too_far
 
 
 @pytest.mark.parametrize("name, status", [("WithLion", 0), ("WithLamb", 0), ("MovedInHook", 0)])

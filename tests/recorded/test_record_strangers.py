@@ -13,7 +13,7 @@ from test_record_bugs import said, steps_of
 import lockstep
 from lockstep import judge
 from lockstep.ground.errors import UserError
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.recording import Recording
 
 BY_ITSELF = "the loop's own loss gives it by itself is not judged"
@@ -360,7 +360,7 @@ def test_forward_mode_needs_scripted_functions(judged):
 def test_the_models_of_a_step_are_freed(judged):
     """A hook that has the model which it hangs on would keep it, and the next step needs the memory."""
     assert judge.main([str(judged / "Own")]) == 0
-    assert not [one for one in gc.get_objects() if type(one) in (Reference, record_strangers.Heads)]
+    assert not [one for one in gc.get_objects() if type(one) in (ModelPass, record_strangers.Heads)]
 
 
 def test_noted_tensors_are_no_inputs(judged, tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 import lockstep
 from lockstep.recorded import redrawn, step
-from lockstep.recorded.reference import Reference
+from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import Distance
 from lockstep.verdict.judgement import Judgement
@@ -85,20 +85,22 @@ def test_each_tensor_is_that_of_the_farthest_draw(tmp_path):
     torch.manual_seed(0)
     own = trained(tmp_path, Normed(), 1, of_logarithm)
     weights = {name: own.whole(1, f"weight/{name}")[0] for name in own.names(1, "weight")}
-    exact, plain = (Reference(own, 1, weights, None, exact=exact) for exact in (True, False))
+    reference_pass, yardstick_pass = (
+        ModelPass(own, 1, weights, None, exact=exact) for exact in (True, False)
+    )
     [called] = own.micro_batches(1)
-    near, right = plain.compute(called), exact.compute(called)
+    yardstick, reference = yardstick_pass.compute(called), reference_pass.compute(called)
 
     def errors():
-        modules = {name: tensor - right.modules[name] for name, tensor in near.modules.items()}
-        gradients = {name: tensor - right.gradients[name] for name, tensor in near.gradients.items()}
+        modules = {name: tensor - reference.modules[name] for name, tensor in yardstick.modules.items()}
+        gradients = {name: tensor - reference.gradients[name] for name, tensor in yardstick.gradients.items()}
         return {name: float(one.norm()) for name, one in (modules | gradients).items()}
 
     before = errors()
-    redrawn.draw_again(plain, near, right, called, {})
+    redrawn.draw_again(yardstick_pass, yardstick, reference, called, {})
     after = errors()
     assert all(after[name] >= before[name] for name in before) and after != before
-    assert all(torch.equal(one, weights[name]) for name, one in plain.model.named_parameters())
+    assert all(torch.equal(one, weights[name]) for name, one in yardstick_pass.model.named_parameters())
 
 
 class Weighted(torch.nn.Module):

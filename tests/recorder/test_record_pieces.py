@@ -94,9 +94,9 @@ def test_which_token_follows_a_window_is_not_known(at, said):
 
 def test_what_explains_an_error():
     """Negative controls: a tensor without an error, others of another shape, and one that leaves a tenth."""
-    right, wrong, near = ([torch.full((4, 2), value)] for value in (1.0, 3.0, 2.8))
-    assert explains(wrong, wrong, right)
-    assert not explains(right, right, right)
+    reference, wrong, near = ([torch.full((4, 2), value)] for value in (1.0, 3.0, 2.8))
+    assert explains(wrong, wrong, reference)
+    assert not explains(reference, reference, reference)
     assert not explains(wrong, [torch.ones(2, 2)], [torch.ones(2, 2)])
-    assert not explains(wrong, near, right)
+    assert not explains(wrong, near, reference)
     assert not explains(wrong, near, [torch.ones(2, 2)])

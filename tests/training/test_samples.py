@@ -203,17 +203,17 @@ def test_what_cannot_be_honoured_is_refused(strategy, flags, why):
 
 
 class Seen:
-    """What a rule reads of a run on dp 2 with two micro batches, of which it computed `own` in the place of `exact`."""
+    """What a rule reads of a run on dp 2 with two micro batches, of which it computed `own` in the place of `reference`."""
 
     mesh, micro_batches, dump = Mesh(dp=2), 2, SimpleNamespace(contract={})
     names = SimpleNamespace(logits_gradient="backward/lm_head")
 
-    def __init__(self, first, own, exact, **batch):
+    def __init__(self, first, own, reference, **batch):
         self.first, self.tensors = (
             first,
             {first: own, **{f"batch/{name}": one for name, one in batch.items()}},
         )
-        self.right, self.rows = exact, {first: SimpleNamespace(tolerated_largest=1e-6)}
+        self._reference, self.rows = reference, {first: SimpleNamespace(tolerated_largest=1e-6)}
 
     def has(self, name):
         return name in self.tensors
@@ -221,8 +221,8 @@ class Seen:
     def own(self, name):
         return self.tensors[name]
 
-    def exact(self, name):
-        return self.right if name == self.first else self.tensors[name]
+    def reference(self, name):
+        return self._reference if name == self.first else self.tensors[name]
 
     def explains(self, _name, value):
         return torch.allclose(self.tensors[self.first], value, rtol=1e-6, atol=0)
@@ -235,9 +235,9 @@ class TestCountedOtherwise:
     by_rank = (19 / (2 * torch.tensor([11.0, 11.0, 8.0, 8.0])))[:, None, None]
 
     def cause(self, weights, labels=labels):
-        exact = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        exact = exact * (labels != IGNORED)[..., None]
-        return counted_otherwise(Seen("backward/lm_head", weights * exact, exact, labels=labels))
+        reference = torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        reference = reference * (labels != IGNORED)[..., None]
+        return counted_otherwise(Seen("backward/lm_head", weights * reference, reference, labels=labels))
 
     @pytest.mark.parametrize(
         ("weights", "said"),
@@ -282,11 +282,11 @@ class TestDocumentsTogether:
         ],
     )
     def test_is_named_where_first_tokens_see_others(self, wrong, named):
-        exact = torch.zeros(2, 6, 3)
+        reference = torch.zeros(2, 6, 3)
         seen = Seen(
             "forward/attention.input",
-            exact + torch.tensor(wrong)[..., None],
-            exact,
+            reference + torch.tensor(wrong)[..., None],
+            reference,
             position_ids=self.positions,
         )
         found = documents_together(seen)

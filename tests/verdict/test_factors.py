@@ -14,15 +14,17 @@ SHAPE = (4, 64, 128)
 NOISE = 2e-3  # relative
 
 
-def noise(kind: str, right: torch.Tensor) -> torch.Tensor:
+def noise(kind: str, reference: torch.Tensor) -> torch.Tensor:
     """Errors of every element, or those that all of a row or of a column share."""
-    shape = {"element": right.shape, "row": (*right.shape[:-1], 1), "column": right.shape[-1:]}[kind]
-    return right * NOISE * torch.randn(shape, dtype=torch.float64)
+    shape = {"element": reference.shape, "row": (*reference.shape[:-1], 1), "column": reference.shape[-1:]}[
+        kind
+    ]
+    return reference * NOISE * torch.randn(shape, dtype=torch.float64)
 
 
-def found(own: torch.Tensor, near: torch.Tensor, right: torch.Tensor, *, is_weight: bool = False):
+def found(own: torch.Tensor, yardstick: torch.Tensor, reference: torch.Tensor, *, is_weight: bool = False):
     factors = Factors(steps=1)
-    factors.add("x", own, near, right, is_weight=is_weight)
+    factors.add("x", own, yardstick, reference, is_weight=is_weight)
     return factors.beyond()
 
 
@@ -34,8 +36,10 @@ def seeded():
 @pytest.mark.parametrize("kind", ["element", "row", "column"])
 def test_rounding_errors_are_no_factor(kind):
     for _ in range(100):
-        right = torch.randn(SHAPE, dtype=torch.float64)
-        assert not found(right + noise(kind, right), right + noise("element", right), right)
+        reference = torch.randn(SHAPE, dtype=torch.float64)
+        assert not found(
+            reference + noise(kind, reference), reference + noise("element", reference), reference
+        )
 
 
 @pytest.mark.parametrize("kind", ["row", "column"])
@@ -43,8 +47,8 @@ def test_shared_errors_would_be_taken_for_a_factor(kind):
     """Negative control: if each element's error were its own, correct runs would fail."""
     factors = Factors(steps=1)
     for _ in range(100):
-        right = torch.randn(SHAPE, dtype=torch.float64)
-        factors.add("x", right + noise(kind, right), right, right, is_weight=False)
+        reference = torch.randn(SHAPE, dtype=torch.float64)
+        factors.add("x", reference + noise(kind, reference), reference, reference, is_weight=False)
     for one in factors.found:
         one.errors[1:] = 0
     assert factors.beyond()
@@ -61,22 +65,22 @@ def test_shared_errors_would_be_taken_for_a_factor(kind):
 )
 def test_a_factor_is_seen(place, factor, part, excess):
     """Each is smaller than the errors, or no larger, so the distance hardly changes."""
-    right = torch.randn(SHAPE, dtype=torch.float64)
-    own = right + noise("element", right)
+    reference = torch.randn(SHAPE, dtype=torch.float64)
+    own = reference + noise("element", reference)
     own[place] *= factor
-    (one,) = found(own, right + noise("element", right), right)
+    (one,) = found(own, reference + noise("element", reference), reference)
     assert one.part == part and one.excess == pytest.approx(excess, abs=one.tolerated), one.describe()
 
 
 @pytest.mark.parametrize("shape", [(300, 1100), (1100, 300)])
 def test_a_factor_in_a_shard_of_a_large_weight_is_seen(shape):
     """It has more elements than are looked at one by one."""
-    right = torch.randn(shape, dtype=torch.float64)
+    reference = torch.randn(shape, dtype=torch.float64)
     for dim in (0, 1):
-        own = right + noise("element", right)
+        own = reference + noise("element", reference)
         half = shape[dim] // 2
         own.narrow(dim, half, shape[dim] - half).mul_(1.01)
-        (one,) = found(own, right, right, is_weight=True)
+        (one,) = found(own, reference, reference, is_weight=True)
         # Of nine blocks or more, one has indices of both halves.
         assert one.part[::2] == (dim, shape[dim]) and abs(one.part[1] - half) <= shape[dim] // 9, one.part
 
@@ -84,28 +88,28 @@ def test_a_factor_in_a_shard_of_a_large_weight_is_seen(shape):
 @pytest.mark.parametrize("start, stop", [(0, 32), (64, 128), (96, 128)])
 def test_a_part_has_all_neighbours_with_its_factor(start, stop):
     """A rank's shard, not the block of it that is farthest off. Neither what is right is in it, nor what has another factor."""
-    right = torch.randn(128, 64, dtype=torch.float64)
-    own = right + noise("element", right)
+    reference = torch.randn(128, 64, dtype=torch.float64)
+    own = reference + noise("element", reference)
     own[start:stop] *= 1.03
     own[32:64] *= 1.01
-    (one,) = found(own, right + noise("element", right), right, is_weight=True)
+    (one,) = found(own, reference + noise("element", reference), reference, is_weight=True)
     assert one.part == (0, start, stop), one.describe()
     assert f"rows {start} to {stop - 1} of 128 are " in one.describe()
 
 
 def test_what_float32_leaves_is_no_factor():
-    right = torch.randn(SHAPE, dtype=torch.float64)
-    assert not found(right * (1 + NOTHING / 2), right, right)
-    assert found(right * (1 + 2 * NOTHING), right, right)
+    reference = torch.randn(SHAPE, dtype=torch.float64)
+    assert not found(reference * (1 + NOTHING / 2), reference, reference)
+    assert found(reference * (1 + 2 * NOTHING), reference, reference)
 
 
 def test_on_another_device_what_is_right_is_none_the_worse_for_a_yardstick_that_is_not():
-    right = torch.randn(SHAPE, dtype=torch.float64)
-    yardstick = right * 1.001 + noise("element", right)
+    reference = torch.randn(SHAPE, dtype=torch.float64)
+    yardstick = reference * 1.001 + noise("element", reference)
     for times, nothing, number in ((1.0, NOTHING, 1), (1.0, 2 * NOTHING, 0), (1.0005, 2 * NOTHING, 1)):
         factors = Factors(1, nothing)
-        own = right * times + noise("element", right)
-        factors.add("forward/one", own, yardstick, right, is_weight=False)
+        own = reference * times + noise("element", reference)
+        factors.add("forward/one", own, yardstick, reference, is_weight=False)
         assert len(factors.beyond()) == number
 
 
@@ -123,36 +127,36 @@ def test_sums_in_16_bits_have_no_factor():
 @pytest.mark.parametrize("size, is_seen", [(2.0**-44, False), (2.0**-30, True)])
 def test_what_is_zero_in_exact_arithmetic_has_no_factor(size, is_seen):
     """The gradient at the query of a first position: of both, nothing but rounding errors is there, and those of a head have one sign."""
-    right = torch.randn((64, 32, 16), dtype=torch.float64)
-    right[:, 0] *= size
-    own = right + noise("element", right)
-    own[:, 0] += 1e-9 * right[:, 0].sign()
-    assert bool(found(own, right, right)) == is_seen
+    reference = torch.randn((64, 32, 16), dtype=torch.float64)
+    reference[:, 0] *= size
+    own = reference + noise("element", reference)
+    own[:, 0] += 1e-9 * reference[:, 0].sign()
+    assert bool(found(own, reference, reference)) == is_seen
 
 
 def test_more_projections_allow_more():
-    right = torch.randn(SHAPE, dtype=torch.float64)
-    own = right + noise("element", right)
+    reference = torch.randn(SHAPE, dtype=torch.float64)
+    own = reference + noise("element", reference)
     own *= 1.001
     one, many = Factors(steps=1), Factors(steps=1000)
     for factors in (one, many):
-        factors.add("x", own, right, right, is_weight=False)
+        factors.add("x", own, reference, reference, is_weight=False)
     assert one.beyond()[0].tolerated < many.beyond()[0].tolerated
 
 
 def test_few_elements_say_nothing():
-    right = torch.randn(3, dtype=torch.float64)
-    assert not found(right * 2, right, right)
+    reference = torch.randn(3, dtype=torch.float64)
+    assert not found(reference * 2, reference, reference)
 
 
 def test_one_number_many_times_says_nothing():
     """Columns of the gradient of a sum, and slices of a convolution's of which one element is not zero."""
-    right = torch.randn(16, dtype=torch.float64).expand(64, 16).clone()
-    own = right.clone()
+    reference = torch.randn(16, dtype=torch.float64).expand(64, 16).clone()
+    own = reference.clone()
     own[:, 7] *= 1 + 1e-5
-    assert not found(own, right, right)
+    assert not found(own, reference, reference)
     slices = torch.zeros(32, 49, dtype=torch.float64)
-    slices[:, 24] = right[0].repeat(2)
+    slices[:, 24] = reference[0].repeat(2)
     own = slices + 1e-4 * noise("element", slices)
     assert found((1 + 1e-3) * own, slices, slices)  # negative control
     own[7] *= 1 + 1e-5

@@ -46,9 +46,9 @@ def copied(captured, tmp_path):
 def judged(folder):
     """The result of a comparison after the modules of fsdp were computed by themselves again."""
     dump, reference = Dump(folder / "fsdp"), Dump(folder / "reference")
-    exact, plain = forced.plain_model(dump), forced.plain_model(dump)
-    make_exact(exact, dump.layout.tables)
-    module_results.write(forced.judge(dump, reference, exact, plain), folder / "fsdp")
+    reference_model, yardstick_model = forced.model_of(dump), forced.model_of(dump)
+    make_exact(reference_model, dump.layout.tables)
+    module_results.write(forced.judge(dump, reference, reference_model, yardstick_model), folder / "fsdp")
     return compare.judge([folder / name for name in ("ddp", "fsdp", "reference")])
 
 
@@ -111,9 +111,9 @@ def test_a_gpu_is_allowed_what_it_cuts_from_sums(copied, times, wrong):
     for device in ("cpu", "cuda"):
         dump, reference = Dump(copied / "fsdp"), Dump(copied / "reference")
         dump.run["config"]["device"] = device
-        exact, plain = forced.plain_model(dump), forced.plain_model(dump)
-        make_exact(exact, dump.layout.tables)
-        rows = forced.judge(dump, reference, exact, plain).rows
+        reference_model, yardstick_model = forced.model_of(dump), forced.model_of(dump)
+        make_exact(reference_model, dump.layout.tables)
+        rows = forced.judge(dump, reference, reference_model, yardstick_model).rows
         assert {row.name for row in rows if row.too_far} == ({name} if device in wrong else set()), device
 
 

@@ -1,4 +1,4 @@
-"""Compute losses and gradients of the recorded model for a run's micro batches, in float64 or as the run computes."""
+"""Compute losses and gradients of the recorded model: one class for the reference and for the yardstick."""
 
 import contextlib
 import functools
@@ -65,9 +65,10 @@ class _GradientsOnDisk:
 COMMUNICATES = "its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
 
 
-class Reference(Model):
-    """Computes the loss of a micro batch of a step and its gradient. `exact`: in float64, else as the run computes.
+class ModelPass(Model):
+    """Computes losses and gradients of the recorded model for micro batches of a step.
 
+    `exact`: in float64, which is the reference. Else it computes as the run does, which is the yardstick.
     `weights` are those before the step. `loss` is the loop's own loss. It is given what the model returned,
     and a dict of the recorded tensors and the parameters by name. It returns the mean of the micro batch, or
     (its sum, how many it is a sum over). A dict after these has further terms of the loss, by name.
