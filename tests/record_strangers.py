@@ -22,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -826,6 +827,18 @@ class OnShards(Own):
 
     def own_loss(self, given):
         return F.cross_entropy(self.wrapped(given[0]), given[1])
+
+
+class SeveralMeshes(Own):
+    """FSDP2 shards one weight over another mesh than the others of the same module, as mixtures of experts do."""
+
+    def wrap(self, net):
+        mesh = init_device_mesh("cpu", (1, self.world), mesh_dim_names=("replica", "shard"))
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        placed = ShardPlacementResult(Shard(0), info)
+        return fully_shard(
+            net, shard_placement_fn=lambda weight: placed if weight is net.one.weight else None
+        )
 
 
 class CompiledStep(Own):

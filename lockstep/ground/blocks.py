@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # (start, length) of consecutive places along a dim of a full tensor, in a rank's own order
@@ -52,22 +52,29 @@ def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 @functools.cache
 def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
-    """Return this rank's runs along each dim. DTensor cuts a vector of a dim's places as it cuts the tensor."""
+    """Return this rank's runs along each dim. A vector of a dim's places is cut as DTensor cuts the tensor: mesh dim by mesh dim."""
     runs: list[Runs] = []
     for dim, size in enumerate(shape):
-        by_axis = [_along(placement, dim) for placement in placements]
-        if all(placement.is_replicate() for placement in by_axis):
+        cuts = [
+            (axis, _of_vector(placement))
+            for axis, placement in enumerate(placements)
+            if getattr(placement, "dim", None) == dim
+        ]
+        if not cuts:
             runs.append([(0, size)])
             continue
-        places = torch.arange(size, device=mesh.device_type)
-        runs.append(runs_of(distribute_tensor(places, mesh, by_axis, src_data_rank=None).to_local().tolist()))
+        places = torch.arange(size)
+        for axis, placement in cuts:
+            shards, _ = placement._split_tensor(places, mesh.size(axis), with_padding=False)
+            places = shards[mesh.get_local_rank(axis)]
+        runs.append(runs_of(places.tolist()))
     return runs
 
 
-def _along(placement: Placement, dim: int) -> Placement:
-    """Return what a tensor's placement is along one dim, as the placement of a vector."""
-    if getattr(placement, "dim", None) != dim:
-        return Replicate()
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(0, split_factor=placement.split_factor)
-    return Shard(0)
+def _of_vector(placement: Placement) -> Shard | _StridedShard:
+    """Return the placement of a vector that is cut as a tensor is along the dim of `placement`."""
+    return (
+        _StridedShard(0, split_factor=placement.split_factor)
+        if isinstance(placement, _StridedShard)
+        else Shard(0)
+    )

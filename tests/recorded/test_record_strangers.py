@@ -50,7 +50,9 @@ RIGHT = {
         NOT_SEEN,
     ),
     **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked"), NOT_SEEN),
-    **dict.fromkeys(("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks"), NOT_JUDGED),
+    **dict.fromkeys(
+        ("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks", "SeveralMeshes"), NOT_JUDGED
+    ),
     "AdversaryEachTime": f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 6",
     "MeanTeacher": NOT_SEEN,
     "ReducedInBfloat16": NOT_SEEN,

@@ -63,6 +63,45 @@ def test_a_small_error_is_found_by_several_draws_too(tmp_path, monkeypatch):
     assert one.tolerated <= several.tolerated < 2 * one.tolerated
 
 
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(64))
+
+    def forward(self, x):
+        return x.float() * self.weight
+
+
+def scaled():
+    """Biases, whose gradients autocast rounds, and scales, whose gradients it does not."""
+    layers = [(torch.nn.Linear(64, 64), torch.nn.Tanh(), Scale()) for _ in range(3)]
+    return torch.nn.Sequential(*(module for layer in layers for module in layer))
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_vectors_that_autocast_does_not_round_are_judged_apart(tmp_path, spoilt):
+    """The gradient of a bias has errors of bfloat16. They say nothing of the gradient of a scale, which is summed in float32."""
+
+    def loss(net, number):
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(torch.randn(32, 64)).square().mean() / 3
+
+    def then(net):
+        if spoilt:
+            net[5].weight.grad *= 1 + 1e-5 * torch.randn(64)
+
+    torch.manual_seed(0)
+    verdict = step.judge(trained(tmp_path, scaled(), 3, loss, then), 1)
+    rows = {row.name: row for row in verdict.alone}
+    of_scales, of_biases = (
+        [rows[f"gradient/{number}.{name}"] for number in range(first, 9, 3)]
+        for first, name in ((2, "weight"), (0, "bias"))
+    )
+    assert [row.name for row in verdict.alone if row.is_far] == ["gradient/5.weight"] * spoilt
+    assert all(row.tolerated < 1e-5 * row.distance.norm for row in of_scales)
+    assert all(1e-3 * row.distance.norm < row.tolerated for row in of_biases)
+
+
 def row(name, multiple):
     return Judgement(1, name, Distance(multiple, multiple, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 1.0, 1.0)
 
