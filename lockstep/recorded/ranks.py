@@ -1,14 +1,14 @@
-"""Judge the ranks of a recorded step without a reference: what they must have alike, clipping, and their samples."""
+"""Judge the weights and gradients of the ranks of a recorded step, and how they were clipped, without a reference."""
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from lockstep.ground.errors import UserError, printable
+from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
-from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm, shards_of
+from lockstep.recorded.replicas import NOT_REDUCED, Replicas, is_same_norm
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.lazy import Lazy
@@ -175,14 +175,6 @@ class Ranks:
             if name.startswith(f"{module}:") and self.ranks[rank].attributes.get(name, value) != value
         ][:1]
 
-    def judge_launch(self) -> None:
-        """Judge whether several processes were started that make no process group."""
-        first = self.ranks[0]
-        if first.launched > first.world_size == 1:
-            self.verdict.wrong.append(
-                f"{first.launched} processes were started, and the script made no process group (torch.distributed.init_process_group): each trains by itself"
-            )
-
     def judge_clips(self) -> None:
         """Judge whether all ranks clip by the same norms: those of whole gradients, but for the rounding errors of a sum.
 
@@ -207,67 +199,6 @@ class Ranks:
                     yield f"rank {first} clipped by a norm of {own.norm:.7g}, rank {rank} by {other.norm:.7g}: at least one of them is not that of the whole gradient"
             if len(mine) != len(clips):
                 yield f"rank {first} clipped {len(mine)} times, rank {rank} {len(clips)} times"
-
-    def require_returned(self) -> None:
-        """Raise UserError if a loss depends on more of the forward pass than the model returns: no reference knows how."""
-        micro_batch = next((m for m in self.micro if m.record.around is not None), None)
-        if micro_batch is not None:
-            example = f", such as the output of {micro_batch.record.around}" * bool(micro_batch.record.around)
-            raise UserError(
-                f"the loss of micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} uses tensors of the forward pass that the model does not return{example}: "
-                "return them from forward, or let it keep them in an attribute of the module"
-            )
-
-    def note_losses(self) -> None:
-        """Note what the loop gives a loss function that is hardly meant, though one process would compute the same."""
-        odd = [(m, loss) for m in self.micro for loss in m.record.losses if loss.odd]
-        if odd and self.verdict.step == 1:
-            micro_batch, loss = odd[0]
-            self.verdict.notes.append(
-                f"{loss.function} {printable(loss.odd)} (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
-            )
-
-    def judge_unused(self, unused: list[JoinedMicroBatch]) -> None:
-        """Judge the micro batches whose outputs no gradient arrived at.
-
-        The first calls of the first step may be a trial, if all micro batches of the last recorded step
-        count.
-        """
-        first = min(micro_batch.number for micro_batch in self.micro)
-        later = self.recording.steps[1:]
-        all_used = bool(later) and all(m.used for record in later[-1].values() for m in record.micro_batches)
-        trials = [m for m in unused if all_used and self.verdict.step == 1 and m.number < first]
-        if trials:
-            number = len({micro_batch.number for micro_batch in trials})
-            self.verdict.notes.append(
-                f"the first {f'{number} calls of the model count' if number > 1 else 'call of the model counts'} for nothing: "
-                "taken for a trial, as none in the last step does"
-            )
-        for micro_batch in unused:
-            if micro_batch in trials or self._is_given_later(micro_batch):
-                continue
-            self.verdict.wrong.append(
-                f"micro batch {micro_batch.number} of rank {micro_batch.ranks[0]} does not count: no gradient arrived at what the model returned for it"
-            )
-
-    def _is_given_later(self, micro_batch: JoinedMicroBatch) -> bool:
-        """Whether the model is called later with what it returned here, as a discriminator with what a generator made.
-
-        Only where optimizers take turns: in other loops, what is cut off there was to be trained on, such as
-        an earlier piece of a sequence.
-        """
-        step = self.verdict.step
-        if not self.recording.waiting(step):
-            return False
-        outputs = self.recording.of_modules(step, micro_batch)
-        returned = [x for name, pairs in outputs.items() if name.startswith("forward/") for _, x in pairs]
-        return any(
-            tensor.is_floating_point() and tensor.dtype == output.dtype and torch.equal(tensor, output)
-            for later in self.micro
-            if later.number > micro_batch.number and later.ranks == micro_batch.ranks
-            for tensor in later.tensors.values()
-            for output in returned
-        )
 
     def judge_skipped(self) -> None:
         """Judge whether steps were skipped. A loop may skip a step, but hardly one before each."""
@@ -295,51 +226,6 @@ class Ranks:
         elif skipped[self.verdict.step - 1]:
             self.verdict.notes.append(
                 "gradients were clipped and then set to zero before this step: a step was skipped"
-            )
-
-    def judge_modes(self) -> None:
-        """Judge whether all micro batches are computed in one precision, and each module in one mode on all ranks."""
-        used = {(rank, micro_batch.number) for micro_batch in self.micro for rank in micro_batch.ranks}
-        first, *others = (
-            (f"micro batch {number} of rank {rank}", self.ranks[rank].micro_batches[number].autocast)
-            for rank, number in sorted(used)
-        )
-        other = next((pair for pair in others if pair[1] != first[1]), None)
-        if other is not None:
-            how, how_other = (
-                "without autocast" if dtype is None else f"in {dtype}" for dtype in (first[1], other[1])
-            )
-            self.verdict.wrong.append(f"{first[0]} is computed {how}, {other[0]} {how_other}")
-        # Of each rank and micro batch, the modules in evaluation mode
-        by_rank = [[set(m.evaluated) for m in record.micro_batches] for record in self.ranks.values()]
-        for number, modules in enumerate(zip(*by_rank, strict=False)):
-            text = _on_some_ranks(modules, ": in evaluation mode on")
-            if text:
-                self.verdict.wrong.append(f"{text} alone (micro batch {number})")
-                return
-        if self.verdict.step == 1 and all("" in modules for of_rank in by_rank for modules in of_rank):
-            self.verdict.notes.append(
-                "the model is trained in evaluation mode, without dropout: if that is not meant, call model.train() before the loop"
-            )
-
-    def note_draws(self) -> None:
-        """Note ranks that draw the same random numbers for different samples, as their generators have the same state."""
-        states = {
-            micro_batch.ranks[0]: micro_batch.generator_state
-            for micro_batch in self.micro
-            if micro_batch.generator_state is not None
-            and micro_batch.number == 0
-            and micro_batch.piece is None
-        }
-        pairs = (
-            (rank, other)
-            for rank, other in itertools.combinations(states, 2)
-            if torch.equal(states[rank], states[other])
-        )
-        pair = next(pairs, None) if self.verdict.step == 1 else None
-        if pair is not None:
-            self.verdict.notes.append(
-                f"ranks {pair[0]} and {pair[1]} draw the same random numbers, such as for dropout, since their generators have the same state"
             )
 
     def untied(self, weights: Gradients) -> bool:
@@ -371,25 +257,6 @@ class Ranks:
             )
         return bool(new)
 
-    def frozen_apart(self) -> bool:
-        """Whether a parameter requires a gradient on some ranks alone."""
-        text = _on_some_ranks([set(record.frozen) for record in self.ranks.values()])
-        if text:
-            self.verdict.wrong.append(f"gradients are required on some ranks alone: not that of {text} alone")
-        return bool(text)
-
-    def parted(self) -> bool:
-        """Whether ranks that each have a part of a module's output were called with different micro batches."""
-        for micro_batch in self.micro:
-            parted = self.recording.parted(self.verdict.step, micro_batch)
-            if parted:
-                name, rank = parted
-                self.verdict.wrong.append(
-                    f"ranks {micro_batch.ranks[0]} and {rank} each have a part of what {name} returns, and were called with different micro batches {micro_batch.number}"
-                )
-                return True
-        return False
-
     def clipped_in_parts(self, gradients: Gradients) -> bool:
         """Whether the gradient was clipped before it was complete, after the update, or only in part."""
         wrong = self.verdict.wrong
@@ -410,79 +277,6 @@ class Ranks:
                 )
                 return True
         return False
-
-    def judge_samples(self) -> None:
-        """Judge whether data-parallel ranks see different samples.
-
-        Ranks that hold the same weights, whole or the same shards, are data-parallel.
-        """
-        for one, other in itertools.combinations(self.micro, 2):
-            if one.first is not other.first and one.has_inputs(other.tensors, other.record):
-                if _are_views(one, other):
-                    self.verdict.views = True
-                    continue
-                self.verdict.wrong.append(
-                    f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
-                )
-                return
-        shared = next((micro_batch for micro_batch in self.micro if len(micro_batch.ranks) > 1), None)
-        if shared is None:
-            return
-        where = (
-            f"ranks {', '.join(map(str, shared.ranks))} were called with the same micro batch {shared.number}"
-        )
-        why = self._why_undivided(shared)
-        if why:
-            self.verdict.wrong.append(f"{where}, though {why}")
-        else:
-            self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
-
-    def drawn_apart(self) -> bool:
-        """Whether replicas each drew their own random numbers for one micro batch.
-
-        No reference has the numbers of both. The samples are not divided, which is judged.
-        """
-        is_drawn = any(
-            micro_batch.generator_state is not None
-            and len(micro_batch.ranks) > 1
-            and self._why_undivided(micro_batch)
-            for micro_batch in self.micro
-        )
-        if is_drawn:
-            self.judge_samples()
-        return is_drawn
-
-    def _why_undivided(self, micro_batch: JoinedMicroBatch) -> str:
-        """Return why the ranks of a micro batch should each have had another one; "" if they have parts of one model."""
-        first, *others = micro_batch.ranks
-        if set(others) & set(self.ranks[first].data_parallel):
-            return "FSDP2 divides the samples among them"
-        # By the places of shards: the first rank that has these
-        owner: dict[str, int] = {}
-        pairs = ((owner.setdefault(shards_of(self.ranks[rank]), rank), rank) for rank in micro_batch.ranks)
-        replicas = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        if replicas is None:
-            return ""
-        return f"ranks {replicas[0]} and {replicas[1]} hold the same weights: the samples are not divided among the ranks"
-
-
-def _are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
-    """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
-    states = [micro_batch.generator_state for micro_batch in (one, other)]
-    draw_apart = states[0] is not None and states[1] is not None and not torch.equal(states[0], states[1])
-    # On a GPU, the calls of dropout say so.
-    draw_apart |= one.record.dropouts > 0 and other.record.dropouts > 0
-    return draw_apart and one.ranks == other.ranks and other.record.together
-
-
-def _on_some_ranks(by_rank: Sequence[set[str]], link: str = " on") -> str:
-    """Return which names are in the sets of some ranks alone, and which ranks have the first of them; "" if none are.
-
-    `by_rank` has the set of each rank. `link` is the text between the names and the ranks.
-    """
-    names = sorted(by_rank[0].union(*by_rank) - by_rank[0].intersection(*by_rank))
-    ranks = ", ".join(str(rank) for rank, of_rank in enumerate(by_rank) if names and names[0] in of_rank)
-    return f"{and_more(names)}{link} rank {ranks}" if names else ""
 
 
 def _norm(tensors: Iterable[torch.Tensor | None]) -> float:

@@ -8,14 +8,14 @@ with the same optimizer's step in float64 from the gradients that the run had.
 import contextlib
 import functools
 import math
-import statistics
 
 import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
-from lockstep.recorded import redrawn, update
+from lockstep.recorded import far_gradients, redrawn, update
+from lockstep.recorded.calls import Calls
 from lockstep.recorded.counts import Counts
 from lockstep.recorded.free_pass import FreePass, columns_of
 from lockstep.recorded.loss_weights import LossWeights
@@ -26,17 +26,11 @@ from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
 from lockstep.verdict.gpu_arithmetic import arithmetic_of
-from lockstep.verdict.judgement import Judgement, zeros_of
+from lockstep.verdict.judgement import zeros_of
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.module_results import following, sentence
 from lockstep.verdict.normalisation import Gradients, Sum
-from lockstep.verdict.rows import StepVerdict, Wrong, described
-
-# A gradient that is rounded to a dtype, and then reduced, may be off by this many machine epsilons of the dtype.
-ROUNDED = 4
-# A gradient was not zeroed between steps if adding the previous step's gradient leaves at most this share of the
-# residual.
-KEPT = 0.1
+from lockstep.verdict.rows import StepVerdict, Wrong
 
 
 def judge(
@@ -126,6 +120,7 @@ class _Step:
         self.micro = [micro_batch for micro_batch in used if not micro_batch.is_zero] or used
         # Pieces of the same samples follow each other.
         self.micro.sort(key=lambda micro_batch: (micro_batch.first.ranks[0], micro_batch.number))
+        self.calls = Calls(recording, self.verdict, self.micro)
         self.rank_checks = Ranks(recording, self.verdict, self.micro, streamed=streamed)
         # What is wrong with the norm of clipping. It is said after what may have caused it.
         self.norm_problems: list[str] = []
@@ -168,7 +163,7 @@ class _Step:
             verdict.notes.append(
                 f"the first {number} micro batches of this step count for nothing: their gradient was set to zero before the step, which the loop does not do in every step"
             )
-        ranks.judge_launch()
+        self.calls.judge_launch()
         ranks.judge_clips()
         self.gradients = ranks.before_clipping_by_value(gradients)
         verdict.lowered = sorted(self._lowered())
@@ -201,18 +196,18 @@ class _Step:
         if problem:
             verdict.wrong.append(Wrong(problem, _why_none_left(self.gradients)))
             return verdict
-        ranks.require_returned()
-        ranks.judge_unused(self.unused)
+        self.calls.require_returned()
+        self.calls.judge_unused(self.unused)
         ranks.judge_skipped()
-        ranks.judge_modes()
-        ranks.note_draws()
-        ranks.note_losses()
+        self.calls.judge_modes()
+        self.calls.note_draws()
+        self.calls.note_losses()
         if (
             ranks.untied(weights)
-            or ranks.frozen_apart()
+            or self.calls.frozen_apart()
             or ranks.clipped_in_parts(gradients)
-            or ranks.parted()
-            or ranks.drawn_apart()
+            or self.calls.parted()
+            or self.calls.drawn_apart()
         ):
             return verdict
         dtypes = {parameter.dtype for parameter in self.recording.skeleton.parameters()}
@@ -293,7 +288,7 @@ class _Step:
         losses = len(self.micro)
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
         yardstick = Sum(self.gradients, columns_of(self.free.yardstick_results), fitted.weights, self.clipped)
-        self.rank_checks.judge_samples()
+        self.calls.judge_samples()
         self.free.judge_losses()
         loss_weights, nominal = fitted.weights, None
         # Gradients that follow from wrong modules say nothing of the loop.
@@ -327,12 +322,12 @@ class _Step:
         reference = made_of(loss_weights)
         rows = verdict.gradients(self.gradients, reference, yardstick)
         verdict.rows += rows
-        self._judge_kept_gradient(rows)
+        far_gradients.judge_kept(rows, self.rank_checks, self.gradients, columns, self.clipped)
         if nominal is not None:
             self.counted = counts.in_worst(rows, nominal)
         is_wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if is_wrong and not modules_wrong and not verdict.lowered:
-            rounding = self._rounding(rows)
+            rounding = far_gradients.rounding(self.verdict, rows, self.gradients, self.clipped)
             self.verdict.wrong[after_modules:after_modules] = [rounding] * bool(rounding)
         if 2 * sum(row.too_far for row in rows) > len(rows):
             verdict.wrong[after_modules:after_modules] = self.rank_checks.clipped_apart()
@@ -380,7 +375,7 @@ class _Step:
             self.verdict.notes.append(
                 "modules are not judged by themselves: what arrived at the loss is not known"
             )
-            self._say_gradients()
+            far_gradients.say(self.verdict, self.ranks[0].hooked_parameters, self.counted)
             return
         for micro_batch, reference, yardstick in zip(
             self.micro, self.free.reference_results, self.free.yardstick_results, strict=True
@@ -400,11 +395,15 @@ class _Step:
             self.gradients, nominal if is_known else None, self.clipped, zeros, by_hand=self.by_hand
         )
         self.verdict.alone = rows
-        self._say_gradients()
+        far_gradients.say(self.verdict, self.ranks[0].hooked_parameters, self.counted)
         first = next((row for row in rows if row.too_far), None)
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
-            rounding = self._rounding(rows) if self.verdict.lowered and first.kind == "gradient" else ""
+            rounding = (
+                far_gradients.rounding(self.verdict, rows, self.gradients, self.clipped)
+                if self.verdict.lowered and first.kind == "gradient"
+                else ""
+            )
             end = following(rows, [row for row in self.verdict.rows if row.too_far])
             self.verdict.wrong[place:place] = [*[rounding] * bool(rounding), Wrong(sentence(rows) + end)]
 
@@ -449,67 +448,3 @@ class _Step:
                     f"{name} has a gradient, of zeros, on some ranks, and none on rank {without[0]}: its optimizer does not step it"
                 )
         return wrong
-
-    def _judge_kept_gradient(self, rows: list[Judgement]) -> None:
-        """Judge whether the gradients that are too far contain the gradient of the step before, or are that."""
-        previous = self.verdict.step - 1
-        wrong = [row.name.removeprefix("gradient/") for row in rows if row.too_far]
-        if previous == 0 or not wrong or not set(wrong) <= set(self.recording.names(previous, "gradient")):
-            return
-        gradients = Lazy(wrong, lambda name: self.gradients[name])
-        kept = Lazy(wrong, lambda name: self.rank_checks.whole(previous, f"gradient/{name}"))
-        columns = columns_of(self.free.reference_results)
-        without, with_it = (
-            normalisation.fit(gradients, sources, self.clipped, losses=len(columns))
-            for sources in (columns, [*columns, kept])
-        )
-        if with_it.typical < KEPT * without.typical:
-            alone = normalisation.fit(gradients, [kept])
-            is_late = alone.typical < KEPT * without.typical
-            times = float((alone if is_late else with_it).weights[-1])
-            of_some = f" of {and_more(wrong)}" if len(wrong) < len(rows) else ""
-            self.verdict.wrong.insert(
-                0,
-                f"the gradient{of_some} is {times:.4g} times that of step {previous}, and has nothing of its own micro batches: it comes one step late"
-                if is_late
-                else f"the gradient{of_some} has {times:.4g} times that of step {previous} in it: it was not set to zero",
-            )
-
-    def _rounding(self, rows: list[Judgement]) -> str:
-        """Return that the gradient was rounded to 16 bits after the backward pass, if these rows show it; else ""."""
-        # The median: a gradient that all but cancels is farther off, and 16 bits have no smaller number for it.
-        wrong = [row for row in rows if row.kind == "gradient" and row.too_far]
-        error = statistics.median(row.distance.relative for row in wrong) if wrong else math.inf
-        # Clipping comes after the rounding.
-        unclipped = Lazy(self.gradients, lambda name: self.gradients[name] / self.clipped[name])
-        for dtype in (torch.bfloat16, torch.float16):
-            if any(grad.dtype == dtype for grad in self.gradients.values()):
-                continue
-            # Signs, too, are numbers of 16 bits, so the error must be small.
-            is_near = error <= ROUNDED * torch.finfo(dtype).eps
-            if is_near and all(g.allclose(g.to(dtype).to(g.dtype), 3e-7, 0) for g in unclipped.values()):
-                verb = "kept" if self.verdict.lowered else "computed"
-                return (
-                    f"all elements of the gradient are numbers of {dtype}, though it is {verb} in float32: it was rounded after the backward pass, "
-                    "as where its reduction is in 16 bits"
-                )
-        return ""
-
-    def _say_gradients(self) -> None:
-        """Say which gradients are too far from the sum of the micro batches'."""
-        rows = [row for row in self.verdict.rows if row.kind == "gradient"]
-        wrong = [row for row in rows if row.too_far]
-        if wrong:
-            worst = max(wrong, key=lambda row: row.multiple)
-            others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
-            also = f"; also {and_more(others)}" if 0 < len(others) <= 2 else ""
-            name = worst.name.removeprefix("gradient/")
-            hook = "; register_hook has put a hook on it" * (name in self.ranks[0].hooked_parameters)
-            verb, most = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
-            alone = next((row for row in self.verdict.alone if row.name == worst.name), None)
-            description = described(worst, alone)
-            self.verdict.wrong.append(
-                Wrong(
-                    f"{len(wrong)} of {len(rows)} gradients {verb} too far from the reference, {most}{name}: {description}{hook}{self.counted}{also}"
-                )
-            )
