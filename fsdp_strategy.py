@@ -266,6 +266,7 @@ class FSDPStrategy(TorchStrategy):
         groups, layers = self.param_groups(), list(self._layers(self.model))
         states = [group.modules[0]._get_fsdp_state() for group in groups]
         prefetched = [(s._states_to_forward_prefetch, s._states_to_backward_prefetch) for s in states]
+        wrap = "layer" if all(isinstance(layer, FSDPModule) for layer in layers) else "model"
         return {
             "replicas": sorted({getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups}),
             "shards": sorted({group.mesh_info.shard_mesh_size for group in groups}),
@@ -274,7 +275,8 @@ class FSDPStrategy(TorchStrategy):
             "prefetch": max(len(states_ahead) for directions in prefetched for states_ahead in directions),
             "positions_in_norms": sorted(set().union(*gather_objects(self.positions_in_norms))),
             "gradients_of_micro_batches": list(self.synced),
-            "wrap": "layer" if layers and all(isinstance(layer, FSDPModule) for layer in layers) else "model",
+            # Without a list of layers, both options wrap the model.
+            "wrap": wrap if layers else fsdp.of(self.config).wrap,
         }
 
 

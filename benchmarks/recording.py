@@ -102,7 +102,7 @@ def alone_times_free(folder: Path) -> float:
         (Path(file).name, name): cumulative
         for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(str(path)).stats.items()
     }
-    once = seconds["free.py", "_not_linear"] + seconds["task.py", "judge"]
+    once = seconds["free_pass.py", "_not_linear"] + seconds["task.py", "judge"]
     return seconds["step.py", "_judge_alone"] / (seconds["step.py", "_judge_free"] - once)
 
 

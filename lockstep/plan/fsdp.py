@@ -60,7 +60,7 @@ class Options:
     )
     wrap: str = flag(
         "layer",
-        "what is gathered and reduced together: each layer, or the whole model",
+        "what is gathered and reduced together: each layer, or the whole model, as also where it has no list of layers",
         choices=("layer", "model"),
     )
 
