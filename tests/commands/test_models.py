@@ -73,6 +73,31 @@ def test_any_optimizer_on_a_module_of_ones_own(tmp_path, optimizer):
     assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "momentum_buffer", "exp_avg")
 
 
+FLAT = """
+import torch
+from torch.nn import functional as F
+
+
+class Flat(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inside = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 256)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.inside(self.embedding(input_ids))))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_model_without_a_list_of_layers(tmp_path):
+    """FSDP2 wraps it as a whole."""
+    (tmp_path / "flat.py").write_text(FLAT)
+    found, first = verdicts(tmp_path, "StepsTwice", "--model", f"{tmp_path}/flat.py:Flat")
+    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
+    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "exp_avg")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_adapters_on_a_frozen_model(tmp_path):
     found, first = verdicts(tmp_path, "MovesWhatIsFrozen", "--model", f"{EXAMPLES}/lora.py:make_model")
