@@ -805,6 +805,14 @@ class ClippedOnOneRank(Own):
             clip_grad_norm_(self.net.parameters(), 0.1)
 
 
+class ZeroOnOneRank(Own):
+    """After the reduction, as of a layer that one rank freezes by hand."""
+
+    def clip(self):
+        if self.rank == 1:
+            self.net.two.weight.grad.zero_()
+
+
 class ClippedByOwnNorm(Own):
     """By hand, by the norm of what the rank has; here as if that had other sizes."""
 

@@ -103,6 +103,7 @@ class FreePass:
             )
         for _, pieces in itertools.groupby(self.micro, key=lambda called: id(called.first)):
             self._judge_samples(list(pieces))
+        task.shape_targets(reference.model, self.micro, self.reference_results)
         if verdict.step == 1:
             task.judge(verdict, reference, self.micro, self.reference_results)
         task.judge_replicas(verdict, reference, self.micro)

@@ -155,17 +155,16 @@ class LossWeights:
 
         A loop's own cross-entropy may be summed over the tokens of each sample.
         """
-        targets = [result.mean.targets for result in self.reference_results]
         if (
             abs(named.factor - 1) <= self.verdict.tolerated_weights
             or self.reference_results[0].loss is not None
         ):
             return None
-        samples = sum(0 if tensor is None else len(tensor) for tensor in targets)
-        if any(tensor is None or tensor.ndim < 2 for tensor in targets) or self.verdict.pieces > 1:
+        samples = [result.mean.samples for result in self.reference_results]
+        if not all(samples) or self.verdict.pieces > 1:
             return None
         label = "the mean over all samples of the sums over their tokens"
-        weighting = Weighting(SAMPLE_MEAN, label, torch.full_like(measured, 1 / samples))
+        weighting = Weighting(SAMPLE_MEAN, label, torch.full_like(measured, 1 / sum(samples)))
         nearest = normalisation.nearest(measured, self.tokens, [weighting])
         is_right = max(abs(nearest.factor - 1), nearest.off) <= self.verdict.tolerated_weights
         return nearest if is_right else None

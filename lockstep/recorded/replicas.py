@@ -1,6 +1,9 @@
 """Say why the gradients of ranks that hold the same parameters differ."""
 
 import math
+from collections.abc import Iterator
+
+import torch
 
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.recorded_step import StepRecord
@@ -39,13 +42,17 @@ class Replicas:
             if is_same_norm(base.norm, clip.norm):
                 return f"; they were clipped to different norms, {base.max_norm:.7g} and {clip.max_norm:.7g}"
             return f"; they were clipped by different norms, {base.norm:.7g} and {clip.norm:.7g}"
-        shard, first_shard = (
-            self.recording.part(owner, self.verdict.step, f"gradient/{name}") for owner in (rank, first.rank)
-        )
-        if shard is not None and first_shard is not None and shard.shape == first_shard.shape:
-            is_same = (shard == first_shard) & (shard != 0)
-            if 2 * int(is_same.sum()) > int(shard.count_nonzero()):
-                return f"; most elements of the first are the same on ranks {first.rank} and {rank}, so it was changed after it was reduced"
+        same = nonzero = 0
+        are_zero = [True, True]
+        for _, *shards in self._differing(first.rank, rank):
+            x, y = shards
+            same += int(((x == y) & (y != 0)).sum())
+            nonzero += int(y.count_nonzero())
+            are_zero = [zero and not shard.any() for zero, shard in zip(are_zero, shards, strict=True)]
+        if 2 * same > nonzero:
+            return f"; most elements are the same on ranks {first.rank} and {rank}, so they were changed after they were reduced"
+        if are_zero[0] != are_zero[1]:
+            return f"; on rank {(first.rank, rank)[are_zero[1]]} they are zero"
         factor = self._common_factor(first.rank, rank)
         if factor is not None:
             return f"; those of rank {rank} are {factor:.6g} times as large, so they were changed after they were reduced"
@@ -64,12 +71,7 @@ class Replicas:
         Returns None if that is not one factor for all of them.
         """
         factors, elements = list[float](), 0
-        for name in self.verdict.differ:
-            x, y = (
-                self.recording.part(owner, self.verdict.step, f"gradient/{name}") for owner in (first, rank)
-            )
-            if x is None or y is None or x.shape != y.shape:
-                return None
+        for name, x, y in self._differing(first, rank):
             if not (x.any() and y.any()):
                 return None
             x = x.double() / self.ranks[first].clipped(name)
@@ -79,8 +81,19 @@ class Replicas:
                 return None
             factors.append(factor)
             elements += x.numel()
-        is_same = bool(factors) and max(factors) - min(factors) <= SAME_NORM * abs(factors[0])
+        is_same = 0 < len(factors) == len(self.verdict.differ) and max(factors) - min(
+            factors
+        ) <= SAME_NORM * abs(factors[0])
         return factors[0] if is_same and elements > 1 else None
+
+    def _differing(self, first: int, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each gradient that differs: (parameter, shard of rank `first`, shard of `rank`), where both are of one shape."""
+        for name in self.verdict.differ:
+            x, y = (
+                self.recording.part(owner, self.verdict.step, f"gradient/{name}") for owner in (first, rank)
+            )
+            if x is not None and y is not None and x.shape == y.shape:
+                yield name, x, y
 
     def _first_replica(self, rank: int, name: str) -> StepRecord:
         """Return the record of the first other rank that holds the same shard of a gradient, or of rank 0."""

@@ -33,6 +33,22 @@ MOVED = 0.01
 AHEAD = {0: ("itself", "labels are not shifted"), 2: ("after the next one", "labels are shifted twice")}
 
 
+def shape_targets(model: torch.nn.Module, micro: list[JoinedMicroBatch], computed: list[Computed]) -> None:
+    """Give targets the dims of the tokens, as logits may be flattened over batch and sequence, and count their samples."""
+    for micro_batch, result in zip(micro, computed, strict=True):
+        name, targets = _ids_name(model, micro_batch, result), result.mean.targets
+        if targets is None:
+            continue
+        if name is not None:
+            ids = micro_batch.tensors[name]
+            result.mean.targets = targets = targets.view_as(ids)
+            # Samples may be columns, as those of a recurrent network.
+            are_columns = not _is_ahead(ids, targets, 1) and _is_ahead(ids.T, targets.T, 1)
+            result.mean.samples = targets.shape[are_columns]
+        elif targets.ndim > 1:
+            result.mean.samples = len(targets)
+
+
 def judge(
     verdict: StepVerdict, reference: ModelPass, micro: list[JoinedMicroBatch], computed: list[Computed]
 ) -> None:
@@ -47,8 +63,6 @@ def judge(
         if micro_batch.piece is not None:
             pieces.judge(verdict, micro_batch, micro_batch.piece, micro_batch.tensors[name], result)
         targets = result.mean.targets
-        if targets is not None:  # logits may be flattened over batch and sequence
-            result.mean.targets = targets = targets.view_as(micro_batch.tensors[name])
         if targets is not None and len(verdict.wrong) == wrong_before:
             _judge_targets(verdict, reference, micro_batch, name, result)
         elif name != "decoder_input_ids":  # a mask of the same shape may be the encoder's
@@ -214,6 +228,13 @@ def _judge_targets(
             f"the labels are the next tokens, but of other positions: they are in another order, or of other rows ({place})"
         )
         return
+    filler = _filler(ids, targets)
+    if filler is not None:
+        others = (targets >= 0)[:, :-1] & (targets[:, :-1] != ids[:, 1:])
+        verdict.wrong.append(
+            f"{int(others.sum())} of {int((targets >= 0).sum())} tokens that count have the label {filler}, which is not the next token, as of a prompt that -100 should leave out ({place})"
+        )
+        return
     mask = _mask(micro_batch, name)
     if mask:
         trained = int(((targets >= 0) & _only_padding(micro_batch.tensors[mask])).sum())
@@ -271,6 +292,20 @@ def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
     targets = targets[:, : targets.shape[1] - ahead]
     is_counted = targets >= 0
     return bool(is_counted.any()) and torch.equal(targets[is_counted], ids[:, ahead:][is_counted].long())
+
+
+def _filler(ids: torch.Tensor, targets: torch.Tensor) -> int | None:
+    """Return the one label of all tokens that count and do not have the next token for a label; None if there is none.
+
+    Such tokens follow each other. After a row or a document, a single one may have a label of its own, such as an end that the
+    tokens lack.
+    """
+    counted, following = targets[:, :-1], ids[:, 1:]
+    are_other = (counted >= 0) & (counted != following)
+    labels = counted[are_other].unique().tolist()
+    follow_each_other = bool((are_other[:, 1:] & are_other[:, :-1]).any())
+    kinds = counted[(counted >= 0) & ~are_other].unique()
+    return labels[0] if len(labels) == 1 and follow_each_other and len(kinds) >= MANY else None
 
 
 def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:

@@ -323,7 +323,9 @@ class Describing:
 
     def _module(self, module: torch.nn.Module) -> TREE:
         if id(module) not in self.modules:
-            raise Unnamed("a module that is no part of the model")
+            raise Unnamed(
+                "a module that is no part of the model, as in a list: torch.nn.ModuleList makes it one"
+            )
         return {"module": self.modules[id(module)]}
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:

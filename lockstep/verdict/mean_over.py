@@ -50,6 +50,7 @@ class Mean:
     targets: torch.Tensor | None = None
     # The name of the input that has the targets; "" if they follow from the gradient at the logits
     labels: str = ""
+    samples: int = 0  # that the targets are of; 0 if it is not known
 
 
 @dataclass

@@ -109,6 +109,51 @@ def test_labels_of_a_loss_that_the_model_computes_alone(tmp_path, capsys, loss, 
     assert ("labels are not shifted" in out, "labels are shifted twice" in out) == (ahead == 0, ahead == 2)
 
 
+@pytest.mark.parametrize("kind, status", [("prompt", 1), ("end", 0), ("other tokens", 0)])
+def test_labels_of_tokens_that_should_not_count(tmp_path, capsys, kind, status):
+    """Zeros in the place of -100 are labels. An end that the tokens lack, or tokens that were replaced, are right."""
+    torch.manual_seed(0)
+    steps = [[(ids.clone(), targets.clone()) for ids, targets in step] for step in drawn()]
+    for ((ids, targets),) in steps:
+        if kind == "prompt":
+            targets[:, :5] = 0
+        elif kind == "end":
+            targets[:, -1] = targets[:, 7] = 0
+        else:
+            ids[:, 3:6] = 0
+    trained(tmp_path, LM(), steps)
+    found, out = verdict(tmp_path, capsys)
+    assert found == status, out
+    assert ("tokens that count have the label 0, which is not the next token" in out) == (kind == "prompt")
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, columns):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY)
+        self.inside = torch.nn.LSTM(16, 16, batch_first=not columns)
+
+    def forward(self, ids):
+        return self.head(self.inside(self.embedding(ids))[0]).flatten(0, 1)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("divisor, status", [(4, 0), (LENGTH, 1)])
+def test_a_sum_over_the_tokens_of_each_sample(tmp_path, capsys, columns, divisor, status):
+    """In every step, of flat logits, and of samples that are columns."""
+    with recorded(tmp_path, lambda: Recurrent(columns)) as (model, optimizer):
+        for ((ids, targets),) in drawn():
+            if columns:
+                ids, targets = ids.T, targets.T
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(ids), targets.reshape(-1), reduction="sum") / divisor
+            loss.backward()
+            optimizer.step()
+    found, out = verdict(tmp_path, capsys)
+    assert found == status, out
+    assert ("the mean over all samples of the sums over their tokens" in out) == (status == 0)
+
+
 def test_labels_that_the_model_shifts(tmp_path, capsys):
     torch.manual_seed(0)
     steps = [[(ids, ids) for ids, _ in step] for step in drawn()]

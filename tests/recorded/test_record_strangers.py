@@ -180,7 +180,8 @@ WRONG = {
     "OneScaledThenClipped": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1; "
     "those of rank 1 are 1.5 times as large, so they were changed after they were reduced",
     "CutOnOneRank": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; "
-    "most elements of the first are the same on ranks 0 and 1, so it was changed after it was reduced",
+    "most elements are the same on ranks 0 and 1, so they were changed after they were reduced",
+    "ZeroOnOneRank": "step 1: gradients differ between ranks that hold the same: two.weight on rank 1; on rank 1 they are zero",
     "ReducedFirstAlone": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
     "they were not reduced over ranks 0 and 1, or not all of them; on rank 1, the micro batches count 0.5, 0, 0 (rank 0); 0.5, 1, 1 (rank 1)",
     "BoundByRank": "step 1: gradients differ between ranks that hold the same: body.weight on rank 1 and 5 more; "
