@@ -62,6 +62,8 @@ class FreePass:
         self.reference_results: list[Computed] = []
         self.yardstick_results: list[Computed] = []
         self.loss_noise = 0.0
+        # Whether all outputs are right and gradients at them are not. A wrong loss then comes before these.
+        self.losses_first = False
         # Outputs of modules of which each rank has a shard, and the dim
         self.cut: dict[str, int] = {}
         self.modules = Modules(verdict, verdict.precision)
@@ -107,9 +109,12 @@ class FreePass:
         if verdict.step == 1:
             task.judge(verdict, reference, self.micro, self.reference_results)
         task.judge_replicas(verdict, reference, self.micro)
+        first = next((row for row in self.modules.rows.values() if row.too_far), None)
+        self.losses_first = first is not None and first.which_pass == "backward"
+        if self.losses_first:
+            self.judge_losses()
         before = len(verdict.wrong)
         is_wrong = self.modules.close()
-        first = next((row for row in self.modules.rows.values() if row.too_far), None)
         if first is not None and first.which_pass == "forward":
             verdict.wrong[before:before] = self._why(first, rank_checks)
             later = {*rank_checks.clip_problems}

@@ -70,16 +70,19 @@ def _why_unusable(gradients: Gradients) -> str:
     return "" if any(map(torch.any, gradients.values())) else "no parameter has a gradient other than zero"
 
 
-def _why_none_left(gradients: Gradients) -> str:
+def _why_none_left(gradients: Gradients, *, is_fsdp: bool) -> str:
     """Return why no gradient is left, though one arrived at what the model returned; "" if some are left.
 
-    It is the end of a sentence.
+    It is the end of a sentence. `is_fsdp`: FSDP2 reduces gradients.
     """
     if any(map(torch.any, gradients.values())):
         return ""
     if gradients:
         return ": they were set to zero between the backward pass and the optimizer's step"
-    return ": they were set to None before the optimizer's step, or FSDP2 has not reduced them, as set_requires_gradient_sync(False) says"
+    unreduced = ", or FSDP2 has not reduced them, as set_requires_gradient_sync(False) says" * is_fsdp
+    return (
+        f": the optimizer steps before the backward pass, or they were set to None before its step{unreduced}"
+    )
 
 
 class _Step:
@@ -194,7 +197,9 @@ class _Step:
         if problem and self._arrives() is False:
             return self._leave("no gradient other than zero arrives at any module, as where no label counts")
         if problem:
-            verdict.wrong.append(Wrong(problem, _why_none_left(self.gradients)))
+            verdict.wrong.append(
+                Wrong(problem, _why_none_left(self.gradients, is_fsdp=bool(self.ranks[0].data_parallel)))
+            )
             return verdict
         self.calls.require_returned()
         self.calls.judge_unused(self.unused)
@@ -289,7 +294,8 @@ class _Step:
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
         yardstick = Sum(self.gradients, columns_of(self.free.yardstick_results), fitted.weights, self.clipped)
         self.calls.judge_samples()
-        self.free.judge_losses()
+        if not self.free.losses_first:
+            self.free.judge_losses()
         loss_weights, nominal = fitted.weights, None
         # Gradients that follow from wrong modules say nothing of the loop.
         if not modules_wrong:
