@@ -129,3 +129,11 @@ def is_tied(model: "torch.nn.Module") -> bool:
     head, embedding = (by_name.get(name) for name in (names.head, names.embedding))
     head_weight, embedding_weight = (getattr(module, "weight", None) for module in (head, embedding))
     return head_weight is not None and head_weight is embedding_weight
+
+
+def to_dtype(model: "torch.nn.Module", dtype: "torch.dtype") -> None:
+    """Convert parameters and buffers of floating point, in place.
+
+    `torch.nn.Module.to` would also make complex buffers real, such as a rotary table, without its imaginary parts.
+    """
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

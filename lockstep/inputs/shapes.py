@@ -251,7 +251,9 @@ def from_config(
         from lockstep.inputs import own_model
 
         model = own_model.build(architecture["model_type"])
-        return cast("PreTrainedModel", model if dtype is None else model.to(dtype))
+        if dtype is not None:
+            modules.to_dtype(model, dtype)
+        return cast("PreTrainedModel", model)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(

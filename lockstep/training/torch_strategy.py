@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.ground.blocks import CalledModules, Held, pieces
 from lockstep.ground.errors import UserError
+from lockstep.inputs import modules
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.plan.config import Config
 from lockstep.plan.mesh import AXES, Geometry, Mesh, build_device_mesh
@@ -59,7 +60,8 @@ class TorchStrategy:
         self._further: dict[str, torch.Tensor] = {}
         self._handed_on: tuple[str, ...] = ()
         self.device_mesh = build_device_mesh(mesh, device.type)
-        model.to(device=device, dtype=config.parameter_dtype)  # type: ignore[call-arg] # a decorator of transformers loses self
+        model.to(device)  # type: ignore[arg-type] # a decorator of transformers loses self
+        modules.to_dtype(model, config.parameter_dtype)
         self.context = (
             context_parallel.ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
             if mesh.cp > 1

@@ -17,6 +17,7 @@ from lockstep.dumps.dump import Dump
 from lockstep.dumps.layout import BATCH
 from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
+from lockstep.inputs.modules import to_dtype
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.distance import distance_of
@@ -125,8 +126,7 @@ def model_of(dump: Dump) -> "PreTrainedModel":
     model, _ = build_model(
         dump.run["architecture"], seed=0, attn_impl=config["attn_impl"], init_weights_path=None
     )
-    # A decorator of transformers hides `self` from mypy
-    model.to(dtype=torch.bfloat16 if config["precision"] == "bf16" else torch.float32)  # type: ignore[call-arg]
+    to_dtype(model, torch.bfloat16 if config["precision"] == "bf16" else torch.float32)
     return model
 
 
