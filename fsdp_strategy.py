@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lockstep.ground.collective import gather_objects
+from lockstep.ground.errors import UserError
 from lockstep.inputs import modules
 from lockstep.plan import compiled, fsdp
 from lockstep.plan.config import PARAM_DTYPES
@@ -195,6 +197,7 @@ class FSDPStrategy(TorchStrategy):
             offload_policy=pinned if options.cpu_offload else OffloadPolicy(),
         )
         layers = self._layers(model) if options.wrap == "layer" else []
+        _require_apart(model, layers)
         for layer in layers:
             shard(layer)
         for root in self.roots:
@@ -278,6 +281,18 @@ class FSDPStrategy(TorchStrategy):
             # Without a list of layers, both options wrap the model.
             "wrap": wrap if layers else fsdp.of(self.config).wrap,
         }
+
+
+def _require_apart(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+    """Raise UserError if a parameter is in two layers: FSDP2 cannot shard it with both."""
+    # A layer may be there several times.
+    of_layers = [set(layer.parameters()) for layer in dict.fromkeys(layers)]
+    shared = set[torch.Tensor]().union(*(one & other for one, other in itertools.combinations(of_layers, 2)))
+    name = next((name for name, parameter in model.named_parameters() if parameter in shared), None)
+    if name is not None:
+        raise UserError(
+            f"--wrap layer: {name} is in several layers, and FSDP2 cannot shard it with each of them; say --wrap model"
+        )
 
 
 class Waited(torch.autograd.Function):
