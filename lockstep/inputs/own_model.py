@@ -8,6 +8,7 @@ tuple, as in (logits, loss).
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import TrainingFailure, UserError, first_line
@@ -49,6 +50,11 @@ def build(text: str) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{OPTION} {text}: the function returned {type(model).__name__}, not a torch.nn.Module"
+        )
+    unready = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if unready is not None:
+        raise UserError(
+            f"{OPTION} {text}: {unready} has no shape yet; give the size of its input, in the place of a lazy module"
         )
     forward = model.forward
 

@@ -123,11 +123,13 @@ def test_experts(tmp_path):
 def test_a_model_or_an_optimizer_that_is_none(tmp_path):
     """One line, status 2, before anything is trained."""
     (tmp_path / "own.py").write_text(
-        "import torch\n\ndef number():\n    return 1\n\ndef empty():\n    return torch.nn.Module()\n"
+        "import torch\n\ndef number():\n    return 1\n\ndef empty():\n    return torch.nn.Module()\n\n"
+        "def lazy():\n    return torch.nn.LazyLinear(4)\n"
     )
     for arguments, message in (
         (["--model", f"{tmp_path}/own.py:number"], "returned int, not a torch.nn.Module"),
         (["--model", f"{tmp_path}/own.py:empty"], "has no torch.nn.Embedding"),
+        (["--model", f"{tmp_path}/own.py:lazy"], "weight has no shape yet; give the size of its input"),
         (["--model", f"{tmp_path}/own.py:other"], "the file has no function or class other"),
         (["--model", f"{tmp_path}/none.py:number"], "the file cannot be read"),
         (["--optimizer", f"{tmp_path}/own.py:other"], "the file has no function or class other"),
