@@ -225,7 +225,17 @@ def runs(positions: list[int]) -> list[list[int]]:
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> "DeviceMesh":
-    """The torch DeviceMesh with all axes by name, including those of size 1. Needs an initialised process group."""
+    """The torch DeviceMesh with all axes by name, including those of size 1. Needs an initialised process group.
+
+    Runs in one process share it, as each would make new groups, whose threads stay.
+    """
+    import torch.distributed as dist
+
+    return _device_mesh(dist.group.WORLD, mesh, device_type)
+
+
+@functools.cache
+def _device_mesh(_world: object, mesh: Mesh, device_type: str) -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
