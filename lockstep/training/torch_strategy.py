@@ -70,9 +70,9 @@ class TorchStrategy:
         self.pipeline: Pipeline | None = None  # a strategy that has pp makes it in `parallelize`
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self.wrapped = self.parallelize(model, self.device_mesh)
-        _require_module(self.wrapped, type(self).__name__, frozen)
+        _require_module(self.wrapped, model, type(self).__name__, frozen)
         # Sharded, it is still of transformers' class.
-        self.model = cast("PreTrainedModel", unwrapped(self.wrapped))
+        self.model = cast("PreTrainedModel", unwrapped(self.wrapped, model))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.sharded = [parameter for parameter in self.parameters if isinstance(parameter, DTensor)]
         self.layouts = by_layout(self.parameters)
@@ -336,13 +336,13 @@ class TorchStrategy:
         return configured or gradient_of(parameter).dtype
 
 
-def _require_module(wrapped: Any, name: str, frozen: set[str]) -> None:
-    """Raise UserError unless `parallelize` returned a module with no more `frozen` parameters than the model had."""
+def _require_module(wrapped: Any, model: torch.nn.Module, name: str, frozen: set[str]) -> None:
+    """Raise UserError unless `parallelize` returned a module with no more `frozen` parameters than `model` had."""
     if not isinstance(wrapped, torch.nn.Module):
         raise UserError(
             f"{name}.parallelize returned {type(wrapped).__name__}; return the module that forward calls"
         )
-    still_frozen = {key for key, p in unwrapped(wrapped).named_parameters() if not p.requires_grad}
+    still_frozen = {key for key, p in unwrapped(wrapped, model).named_parameters() if not p.requires_grad}
     if still_frozen - frozen:
         raise UserError(
             f"{name}.parallelize left {min(still_frozen - frozen)} frozen (requires_grad is False), which the model trains; freeze it in the function "
@@ -350,9 +350,12 @@ def _require_module(wrapped: Any, name: str, frozen: set[str]) -> None:
         )
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers that keep it as their `module`, as DistributedDataParallel does."""
-    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+def unwrapped(module: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside wrappers that keep it as their `module`, as DistributedDataParallel does.
+
+    `model` is what was wrapped. It may have a `module` of its own.
+    """
+    while module is not model and isinstance(inner := getattr(module, "module", None), torch.nn.Module):
         module = inner
     return module
 

@@ -347,8 +347,9 @@ def yardstick_tolerance(distance: Distance, precision: str, noise: Size) -> Size
     `noise` is the size that rounding noise may have in this pass. A tensor below it cannot be judged, but is no reason to reject
     the yardstick.
     """
+    # A tensor that is zero in exact arithmetic has no size. It has the scale of its pass, and of that the same share is tolerated.
     if is_zero(distance, noise, precision):
-        return noise.times(MULTIPLE)
+        return noise.times(LIMIT[precision] / UNIT[precision])
     tolerated = distance.size.times(LIMIT[precision])
     if distance.error > tolerated.norm or distance.largest_error > tolerated.largest:
         return tolerated.or_more(noise.times(LIMIT[precision]))

@@ -81,17 +81,19 @@ from torch.nn import functional as F
 class Flat(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.inside = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 16)
-        self.head = torch.nn.Linear(16, 256)
+        self.embedding, self.module = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 16)
+        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 256)
+        self.shift = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, input_ids, labels):
-        logits = self.head(torch.tanh(self.inside(self.embedding(input_ids))))
+        # The norm takes the shift away, so its gradient is zero in exact arithmetic.
+        logits = self.head(self.norm(self.module(self.embedding(input_ids)) + self.shift))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 """
 
 
 def test_a_model_without_a_list_of_layers(tmp_path):
-    """FSDP2 wraps it as a whole."""
+    """FSDP2 wraps it as a whole. A part of it is called `module`, as what a wrapper wraps."""
     (tmp_path / "flat.py").write_text(FLAT)
     found, first = verdicts(tmp_path, "StepsTwice", "--model", f"{tmp_path}/flat.py:Flat")
     assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}

@@ -217,7 +217,10 @@ def test_a_tensor_that_is_zero_in_exact_arithmetic_may_be_noise():
     assert not small.too_far and not small.judged
     assert judge(size(1e-5, 0.0), least).too_far and judge(zero, measure(size(0.0, 0.0))).too_far
     assert is_zero(zero, noise, "fp32") and not is_zero(size(0.0, 1e-9), noise, "fp32")
-    assert not yardstick(1e-7, norm=0.0, noise=1e-6).too_far and yardstick(1e-5, norm=0.0, noise=1e-6).too_far
+    # DDP's own may be the share of the pass's scale, noise / unit roundoff, that any of its tensors may be off by.
+    allowed = LIMIT["fp32"] * 1e-6 / F32
+    within, beyond = (yardstick(share * allowed, norm=0.0, noise=1e-6) for share in (0.9, 1.1))
+    assert not within.too_far and beyond.too_far
 
 
 @pytest.mark.parametrize("elements", [1 << 10, 1 << 16, 1 << 22])
