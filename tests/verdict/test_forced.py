@@ -99,9 +99,10 @@ def test_what_rounding_errors_hide(bug, copied):
     assert [row.name for row in run.by_themselves if row.too_far and row.step == 1] == wrong
     assert result.verdict("fsdp") == "FAIL" and result.verdict("ddp") == "PASS"
     assert run.failures[0][:1] + run.failures[0][2:3] == (1, wrong[0])
-    assert (
-        "times what a factor may be off by); its distance is within what is tolerated" in run.failures[0][3]
-    )
+    said = run.failures[0][3]
+    assert "times what a factor may be off by)" in said
+    # Autocast does not round the gradient of a norm, so its distance from what the module should compute shows it, too.
+    assert ("its distance is within what is tolerated" in said) == (bug != "gradient of a norm")
 
 
 @pytest.mark.parametrize(("times", "wrong"), [(1.00002, {"cpu"}), (1.003, {"cpu", "cuda"})])
