@@ -80,9 +80,7 @@ def _why_none_left(gradients: Gradients, *, is_fsdp: bool) -> str:
     if gradients:
         return ": they were set to zero between the backward pass and the optimizer's step"
     unreduced = ", or FSDP2 has not reduced them, as set_requires_gradient_sync(False) says" * is_fsdp
-    return (
-        f": the optimizer steps before the backward pass, or they were set to None before its step{unreduced}"
-    )
+    return f": they were set to None before the optimizer's step, or it steps before the backward pass{unreduced}"
 
 
 class _Step:
