@@ -255,8 +255,8 @@ class AutoTPStrategy:
         deepspeed.init_distributed(dist_backend=dist.get_backend())
         ulysses.forget()
         self.sequence = ulysses.Ulysses(model, config) if mesh.cp > 1 else None
-        model.to(device)  # type: ignore[arg-type] # a decorator of transformers loses self
         modules.to_dtype(model, config.parameter_dtype)
+        model.to(device)  # type: ignore[arg-type] # a decorator of transformers loses self
         with _refusals_named(zero.of(config).deepspeed_config):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=model,

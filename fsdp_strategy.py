@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +33,7 @@ from lockstep.inputs import modules
 from lockstep.plan import compiled, fsdp
 from lockstep.plan.config import PARAM_DTYPES
 from lockstep.plan.mesh import share
+from lockstep.recorder.wrapped import fsdp_groups
 from lockstep.training.optim import gradient_of
 from lockstep.training.pipeline import Pipeline
 from lockstep.training.torch_strategy import TorchStrategy
@@ -197,7 +197,8 @@ class FSDPStrategy(TorchStrategy):
             offload_policy=pinned if options.cpu_offload else OffloadPolicy(),
         )
         layers = self._layers(model) if options.wrap == "layer" else []
-        _require_apart(model, layers)
+        if layers:
+            _require_apart(model, modules.names_in(model).layers)
         for layer in layers:
             shard(layer)
         for root in self.roots:
@@ -256,10 +257,7 @@ class FSDPStrategy(TorchStrategy):
 
     def param_groups(self) -> list[Any]:
         """FSDP's groups of parameters, which are gathered and reduced together."""
-        sharded = (
-            module for root in self.roots for module in root.modules() if isinstance(module, FSDPModule)
-        )
-        return [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
+        return [group for root in self.roots for group in fsdp_groups(root)]
 
     def _reduction_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         policies = {cast(FSDPModule, root)._get_fsdp_state()._mp_policy.reduce_dtype for root in self.roots}
@@ -283,15 +281,19 @@ class FSDPStrategy(TorchStrategy):
         }
 
 
-def _require_apart(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
-    """Raise UserError if a parameter is in two layers: FSDP2 cannot shard it with both."""
-    # A layer may be there several times.
-    of_layers = [set(layer.parameters()) for layer in dict.fromkeys(layers)]
-    shared = set[torch.Tensor]().union(*(one & other for one, other in itertools.combinations(of_layers, 2)))
-    name = next((name for name, parameter in model.named_parameters() if parameter in shared), None)
-    if name is not None:
+def _require_apart(model: torch.nn.Module, layers: str) -> None:
+    """Raise UserError if a parameter is in a layer and elsewhere: FSDP2 cannot shard it with both, or unties it. `layers` names the list."""
+    # Of each parameter, the layers that have it; None stands for the rest of the model
+    owners: dict[torch.Tensor, set[torch.nn.Module | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer, _, rest = name.removeprefix(f"{layers}.").partition(".")
+        is_in_layer = name.startswith(f"{layers}.") and rest
+        owner = model.get_submodule(f"{layers}.{layer}") if is_in_layer else None
+        owners.setdefault(parameter, set()).add(owner)
+    shared = next((name for name, parameter in model.named_parameters() if len(owners[parameter]) > 1), None)
+    if shared is not None:
         raise UserError(
-            f"--wrap layer: {name} is in several layers, and FSDP2 cannot shard it with each of them; say --wrap model"
+            f"--wrap layer: {shared} is in a layer and elsewhere, and FSDP2 cannot shard it with both; say --wrap model"
         )
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.faults.planting import Handles
 from lockstep.inputs import modules
+from lockstep.recorder.wrapped import fsdp_groups
 from lockstep.training import torch_strategy
 from lockstep.training.context_parallel import ContextParallel
 from lockstep.training.optim import WeightAverage, gradient_of
@@ -215,10 +216,9 @@ class FSDPHandles(TorchHandles):
         self.run.around(self.strategy, "update", after=lambda _step: self._drop_unreduced())
 
     def _drop_unreduced(self) -> None:
-        for module in self._fsdp_modules():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+        for group in fsdp_groups(self.strategy.model):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
 
     def reduce_in_bfloat16(self) -> None:
         module = self.run.defining("fully_shard")

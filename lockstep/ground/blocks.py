@@ -53,6 +53,7 @@ def pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 @functools.cache
 def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> list[Runs]:
     """Return this rank's runs along each dim. A vector of a dim's places is cut as DTensor cuts the tensor: mesh dim by mesh dim."""
+    coordinate = mesh.get_coordinate()  # None outside of the mesh, where nothing is held
     runs: list[Runs] = []
     for dim, size in enumerate(shape):
         cuts = [
@@ -66,7 +67,7 @@ def _runs(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int,
         places = torch.arange(size)
         for axis, placement in cuts:
             shards, _ = placement._split_tensor(places, mesh.size(axis), with_padding=False)
-            places = shards[mesh.get_local_rank(axis)]
+            places = places[:0] if coordinate is None else shards[coordinate[axis]]
         runs.append(runs_of(places.tolist()))
     return runs
 

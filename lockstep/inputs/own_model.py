@@ -5,6 +5,7 @@ positions that have a label, which is not -100: as a scalar, as `.loss` of an ob
 tuple, as in (logits, loss).
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ def build(text: str) -> torch.nn.Module:
         raise UserError(
             f"{OPTION} {text}: the function returned {type(model).__name__}, not a torch.nn.Module"
         )
-    unready = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    unready = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if unready is not None:
         raise UserError(
             f"{OPTION} {text}: {unready} has no shape yet; give the size of its input, in the place of a lazy module"

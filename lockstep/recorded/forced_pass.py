@@ -36,8 +36,6 @@ class ForcedPass:
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
-        # The gradients of the first micro batch as they arrived at the yardstick's parameters
-        self.of_one: Gradients = {}
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
 
@@ -105,9 +103,6 @@ class ForcedPass:
         self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, reference, yardstick)
         self.reference_gradients.append(reference.gradients)
         self.yardstick_gradients.append(yardstick.gradients)
-        if not self.of_one:
-            gradients, arrived = yardstick.gradients, yardstick.arrived
-            self.of_one = Lazy(gradients, lambda name: gradients[name].double() * arrived)
 
     def judge(
         self,
@@ -145,7 +140,6 @@ class ForcedPass:
             yardstick,
             factors=self.factors,
             dtypes=dtypes,
-            of_one=self.of_one,
             zeros=zeros,
         )
         return with_factors([*self.modules.rows.values(), *rows], self.factors)

@@ -109,8 +109,11 @@ class FreePass:
         if verdict.step == 1:
             task.judge(verdict, reference, self.micro, self.reference_results)
         task.judge_replicas(verdict, reference, self.micro)
-        first = next((row for row in self.modules.rows.values() if row.too_far), None)
-        self.losses_first = first is not None and first.which_pass == "backward"
+        far = [row for row in self.modules.rows.values() if row.too_far]
+        first = far[0] if far else None
+        outputs_wrong = any(row.which_pass == "forward" for row in far)
+        choices_wrong = any(choice.too_far for choice in self.modules.chosen)
+        self.losses_first = bool(far) and not outputs_wrong and not choices_wrong
         if self.losses_first:
             self.judge_losses()
         before = len(verdict.wrong)

@@ -81,18 +81,17 @@ class Replicas:
                 return None
             factors.append(factor)
             elements += x.numel()
-        is_same = 0 < len(factors) == len(self.verdict.differ) and max(factors) - min(
-            factors
-        ) <= SAME_NORM * abs(factors[0])
+        is_same = bool(factors) and max(factors) - min(factors) <= SAME_NORM * abs(factors[0])
         return factors[0] if is_same and elements > 1 else None
 
     def _differing(self, first: int, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield each gradient that differs: (parameter, shard of rank `first`, shard of `rank`), where both are of one shape."""
+        """Yield each gradient that differs between these ranks: (parameter, shard of `first`, shard of `rank`), of one shape each."""
         for name in self.verdict.differ:
             x, y = (
                 self.recording.part(owner, self.verdict.step, f"gradient/{name}") for owner in (first, rank)
             )
-            if x is not None and y is not None and x.shape == y.shape:
+            # Of more than two ranks, others may differ.
+            if x is not None and y is not None and x.shape == y.shape and not torch.equal(x, y):
                 yield name, x, y
 
     def _first_replica(self, rank: int, name: str) -> StepRecord:

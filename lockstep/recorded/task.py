@@ -228,20 +228,18 @@ def _judge_targets(
             f"the labels are the next tokens, but of other positions: they are in another order, or of other rows ({place})"
         )
         return
+    mask, number = _mask(micro_batch, name), int((targets >= 0).sum())
+    padding = int(((targets >= 0) & _only_padding(micro_batch.tensors[mask])).sum()) if mask else 0
     filler = _filler(ids, targets)
-    if filler is not None:
-        others = (targets >= 0)[:, :-1] & (targets[:, :-1] != ids[:, 1:])
+    if padding:
         verdict.wrong.append(
-            f"{int(others.sum())} of {int((targets >= 0).sum())} tokens that count have the label {filler}, which is not the next token, as of a prompt that -100 should leave out ({place})"
+            f"{padding} of {number} tokens that count are padding, which {mask} leaves out ({place})"
         )
-        return
-    mask = _mask(micro_batch, name)
-    if mask:
-        trained = int(((targets >= 0) & _only_padding(micro_batch.tensors[mask])).sum())
-        if trained:
-            verdict.wrong.append(
-                f"{trained} of {int((targets >= 0).sum())} tokens that count are padding, which {mask} leaves out ({place})"
-            )
+    elif filler is not None:
+        label, count = filler
+        verdict.wrong.append(
+            f"{count} of {number} tokens that count have the label {label}, which is not the next token, as of a prompt or of padding that -100 should leave out ({place})"
+        )
 
 
 def _judge_padding(verdict: StepVerdict, micro_batch: JoinedMicroBatch, ids: str) -> None:
@@ -294,8 +292,8 @@ def _is_ahead(ids: torch.Tensor, targets: torch.Tensor, ahead: int) -> bool:
     return bool(is_counted.any()) and torch.equal(targets[is_counted], ids[:, ahead:][is_counted].long())
 
 
-def _filler(ids: torch.Tensor, targets: torch.Tensor) -> int | None:
-    """Return the one label of all tokens that count and do not have the next token for a label; None if there is none.
+def _filler(ids: torch.Tensor, targets: torch.Tensor) -> tuple[int, int] | None:
+    """Return the one label of all tokens that count and do not have the next token for a label, and their number; None if there is none.
 
     Such tokens follow each other. After a row or a document, a single one may have a label of its own, such as an end that the
     tokens lack.
@@ -305,7 +303,8 @@ def _filler(ids: torch.Tensor, targets: torch.Tensor) -> int | None:
     labels = counted[are_other].unique().tolist()
     follow_each_other = bool((are_other[:, 1:] & are_other[:, :-1]).any())
     kinds = counted[(counted >= 0) & ~are_other].unique()
-    return labels[0] if len(labels) == 1 and follow_each_other and len(kinds) >= MANY else None
+    is_filler = len(labels) == 1 and follow_each_other and len(kinds) >= MANY
+    return (labels[0], int(are_other.sum())) if is_filler else None
 
 
 def _are_in_other_places(ids: torch.Tensor, targets: torch.Tensor) -> bool:

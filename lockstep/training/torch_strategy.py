@@ -60,8 +60,8 @@ class TorchStrategy:
         self._further: dict[str, torch.Tensor] = {}
         self._handed_on: tuple[str, ...] = ()
         self.device_mesh = build_device_mesh(mesh, device.type)
-        model.to(device)  # type: ignore[arg-type] # a decorator of transformers loses self
         modules.to_dtype(model, config.parameter_dtype)
+        model.to(device)  # type: ignore[arg-type] # a decorator of transformers loses self
         self.context = (
             context_parallel.ContextParallel(model, self.device_mesh.get_group("cp"), config.seq_length)
             if mesh.cp > 1

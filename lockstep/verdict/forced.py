@@ -106,14 +106,6 @@ class Forced(Passes):
             (share * loss).backward()
         return Computed({}, float(loss.detach()), 1.0, {}, self.modules, mode.taken(self.names))
 
-    def vector_gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients of vectors, as they are now."""
-        return {
-            name: p.grad.clone()
-            for name, p in self.model.named_parameters()
-            if p.grad is not None and p.squeeze().ndim <= 1
-        }
-
     def gradients(self) -> Lazy:
         """Return the gradients of the parameters, in float64."""
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -180,14 +172,12 @@ def _judge_step(
     labels = dump.tensor(step, "batch/labels")
     num_labels = int((labels != IGNORED).sum()) if dump.samples.counted else None
     share = 1.0 if num_labels else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
-    of_one: dict[str, torch.Tensor] = {}
     for micro_batch in _micro_batches(dump, step):
         reference_result, yardstick_result = (
             forced.compute(micro_batch, share, num_labels) for forced in (reference_pass, yardstick_pass)
         )
         own = {name: [(micro_batch.dp_rank, tensor)] for name, tensor in micro_batch.written.items()}
         modules.add(micro_batch.number, [micro_batch.dp_rank], own, reference_result, yardstick_result)
-        of_one = of_one or yardstick_pass.vector_gradients()
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
     reference_gradients = Sum(observed, [reference_pass.gradients()], torch.ones(1))
@@ -200,7 +190,6 @@ def _judge_step(
         arithmetic=arithmetic,
         kind="gradient/",
         factors=factors,
-        of_one=of_one,
         zeros=_zeros(reference, step, trained, precision),
     )
     return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen

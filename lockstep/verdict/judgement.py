@@ -31,6 +31,8 @@ LIMIT_OF_LOWERED = Size(0.5, 0.5)
 # Unit roundoff of the arithmetic. For bfloat16 it is half of the unit roundoff (2^-8), which is stricter.
 UNIT = {"fp32": 2.0**-24, "autocast": 2.0**-9, "bf16": 2.0**-9}
 EXACT = Size(0.0, 0.0)  # nothing is tolerated
+# The relative error of a gradient that was not rounded to 16 bits, at most. One of many numbers that were is not so small by chance.
+WIDE = 2.0**-18
 # Unit roundoff of a dtype, likewise
 ROUNDOFF = {"F64": 2.0**-53, "F32": 2.0**-24, "BF16": 2.0**-9, "F16": 2.0**-11, "I64": 0.0}
 PASSES = {"batch": "batch", "forward": "forward", "backward": "backward", "gradient": "gradient"}
@@ -166,8 +168,8 @@ class Yardstick:
     """The distances of correct tensors, by which the same tensors of other runs are judged.
 
     `found` has the distances by name, `entries` the shapes and dtypes. `zeros` are names of tensors that are known to be zero in
-    exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave. `rounded` are names of gradients that
-    autocast rounded to 16 bits, where others are not rounded so.
+    exact arithmetic. Computed from a run's tensors, they are what its rounding errors leave. `alone`: each module was
+    computed from the run's tensors, so errors of 16 bits are only where a tensor was rounded to them.
     """
 
     def __init__(
@@ -177,37 +179,44 @@ class Yardstick:
         precision: str,
         floor: float = FLOOR,
         zeros: Collection[str] = (),
-        rounded: Collection[str] = (),
+        *,
+        alone: bool = False,
     ):
         self.found, self.entries, self.precision, self.zeros = found, entries, precision, zeros
-        self.rounded = rounded
+        self.alone = alone and precision != "fp32"
         self.floor = floor  # of tensors in float32
         self.noise = noise_of(found, entries, precision)
         # Without those that are zero in exact arithmetic: their relative errors say nothing of others
-        vectors = {
-            name: distance
+        vectors = [
+            name
             for name, distance in found.items()
             if is_vector_gradient(name, entries[name]) and not self.is_zero(name, distance)
-        }
-        # Of the vectors that were rounded, and of the others
-        self.typical = {
-            is_rounded: typical_error([x for name, x in vectors.items() if (name in rounded) == is_rounded])
-            for is_rounded in (True, False)
-        }
+        ]
+        wide = [name for name in vectors if self._is_wide(name)]
+        self.typical = typical_error(
+            [found[name] for name in vectors if name not in wide] or [found[name] for name in wide]
+        )
+        self.typical_of_wide = typical_error([found[name] for name in wide])
 
     def tolerance(self, name: str, distance: Distance, times: float = 1.0) -> Size:
         """Return what is tolerated of a tensor. For the gradient of a vector, the yardstick's error counts `times` as much."""
         noise, entry = self.noise.get(name), self.entries[name]
         is_vector = is_vector_gradient(name, entry)
+        # The error of a scalar is one draw, which may be small by chance.
+        is_wide = self._is_wide(name) and number_of_elements(entry) > 1
         yardstick = measure(
             self.found[name],
-            self.typical[name in self.rounded] if is_vector else None,
+            (self.typical_of_wide if is_wide else self.typical) if is_vector else None,
             noise if self.is_zero(name, distance) else None,
         )
         floor = self.floor if entry["dtype"] == "F32" else FLOOR
         return tolerance(
             name, distance, yardstick.times(times if is_vector else 1.0), ROUNDOFF[entry["dtype"]], floor
         )
+
+    def _is_wide(self, name: str) -> bool:
+        """Whether a tensor was not rounded to 16 bits, though others of the pass were, by the size of its error."""
+        return self.alone and self.found[name].relative <= WIDE
 
     def is_zero(self, name: str, distance: Distance) -> bool:
         """Whether a tensor is zero in exact arithmetic."""
@@ -241,14 +250,6 @@ class OfDDP(Yardstick):
 def is_vector_gradient(name: str, entry: dict) -> bool:
     """Whether it is the gradient of a scalar, a vector, or a matrix of one row or column."""
     return name.startswith("gradient/") and sum(size > 1 for size in entry["shape"]) <= 1
-
-
-def is_of_16_bits(tensor: torch.Tensor) -> bool:
-    """Whether all elements are numbers of bfloat16 or float16, but for a rounding error of float64, and not all are zero."""
-    return bool(tensor.any()) and any(
-        tensor.allclose(tensor.to(dtype).to(tensor.dtype), 1e-9, 0.0)
-        for dtype in (torch.bfloat16, torch.float16)
-    )
 
 
 def noise_of(found: dict[str, Distance], entries: dict, precision: str) -> dict[str, Size]:

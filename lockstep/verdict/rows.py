@@ -10,14 +10,7 @@ from lockstep.dumps.dump import number_of_elements
 from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.gpu_arithmetic import CPU, Arithmetic
-from lockstep.verdict.judgement import (
-    EXACT,
-    Judgement,
-    Yardstick,
-    add_pictures,
-    is_of_16_bits,
-    is_vector_gradient,
-)
+from lockstep.verdict.judgement import EXACT, Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -138,7 +131,6 @@ def judged(
     factors: Factors | None = None,
     zeros: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] = {},
-    of_one: Mapping[str, torch.Tensor] = {},
     where: Mapping[str, str] = {},
     rank: int | None = None,
 ) -> list[Judgement]:
@@ -146,8 +138,8 @@ def judged(
 
     `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `precision` is "fp32" or
     "autocast". `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
-    rounded to another one before. `of_one` has the yardstick's gradients of one micro batch, at least those of vectors. `zeros` are
-    names of rows that are zero in exact arithmetic. `factors` is given the tensors, too, and `where` each of them is, and their `rank`.
+    rounded to another one before. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given if modules were
+    computed by themselves. It is given the tensors, too, `where` each of them is, and their `rank`.
     """
     distances: dict[str, Distance] = {}
     yardstick_distances: dict[str, Distance] = {}
@@ -169,12 +161,9 @@ def judged(
                 where=where.get(key, ""),
                 rank=rank,
             )
-    rounded = {
-        key
-        for key, name in names.items()
-        if name in of_one and is_vector_gradient(key, entries[key]) and is_of_16_bits(of_one[name])
-    }
-    tolerances = Yardstick(yardstick_distances, entries, precision, arithmetic.floor, zeros, rounded)
+    tolerances = Yardstick(
+        yardstick_distances, entries, precision, arithmetic.floor, zeros, alone=factors is not None
+    )
     rows = [
         Judgement(
             step,

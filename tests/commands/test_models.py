@@ -175,6 +175,41 @@ class Rotated(torch.nn.Module):
 """
 
 
+SHARED = """
+import torch
+from torch.nn import functional as F
+
+
+class Shared(torch.nn.Module):
+    \"\"\"A layer and the rest of the model share a weight.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+        self.layers, self.out = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2)), torch.nn.Linear(16, 16)
+        self.out.weight = self.layers[0].weight
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for layer in (*self.layers, self.out):
+            x = torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_weight_in_a_layer_and_elsewhere(tmp_path):
+    """FSDP2 would untie it in silence. Wrapped as a whole, the model passes."""
+    (tmp_path / "shared.py").write_text(SHARED)
+    for wrap, status in (("layer", 2), ("model", 0)):
+        done = in_process(
+            "run_verification.py",
+            *("--output_dir", tmp_path / wrap, "--seq_length", "32", "--batch_size", "2"),
+            *("--strategies", f"ddp,fsdp@tp1xdp2:wrap={wrap}", "--model", f"{tmp_path}/shared.py:Shared"),
+        )
+        assert done.returncode == status, done.stderr
+        assert ("layers.0.weight is in a layer and elsewhere" in done.stderr) == (wrap == "layer")
+
+
 def test_a_complex_table(tmp_path):
     """It stays complex where weights are converted."""
     (tmp_path / "rotary.py").write_text(ROTARY)

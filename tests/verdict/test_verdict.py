@@ -16,6 +16,7 @@ from lockstep.verdict.judgement import (
     LIMIT,
     ROUNDOFF,
     Judgement,
+    Yardstick,
     is_vector_gradient,
     is_zero,
     measure,
@@ -221,6 +222,26 @@ def test_a_tensor_that_is_zero_in_exact_arithmetic_may_be_noise():
     allowed = LIMIT["fp32"] * 1e-6 / F32
     within, beyond = (yardstick(share * allowed, norm=0.0, noise=1e-6) for share in (0.9, 1.1))
     assert not within.too_far and beyond.too_far
+
+
+def test_vectors_that_were_not_rounded_have_a_median_of_their_own():
+    """Where each module is computed from the run's tensors. A scalar, whose error may be small by chance, has that of the rounded ones."""
+    errors = {"bias": 1e-3, "other bias": 2e-3, "norm": 1e-7, "other norm": 2e-7, "scale": 1e-7}
+    found = {f"gradient/{name}": size(error, 1.0) for name, error in errors.items()}
+    entries = {name: {"shape": [1 if "scale" in name else 8], "dtype": "F32"} for name in found}
+    for precision, alone, of_norm in (
+        ("autocast", True, 1e-7),
+        ("autocast", False, 2e-7),
+        ("fp32", True, 2e-7),
+    ):
+        yardstick = Yardstick(found, entries, precision, alone=alone)
+        allowed = {
+            name: yardstick.tolerance(f"gradient/{name}", found[f"gradient/{name}"]).norm for name in errors
+        }
+        assert allowed["norm"] == pytest.approx(4 * of_norm + 4 * F32), (precision, alone)
+        of_scale = 1.5e-3 if precision == "autocast" and alone else 2e-7
+        assert allowed["scale"] == pytest.approx(4 * of_scale + 4 * F32), (precision, alone)
+        assert allowed["other bias"] == pytest.approx(8e-3 + 4 * F32)
 
 
 @pytest.mark.parametrize("elements", [1 << 10, 1 << 16, 1 << 22])
