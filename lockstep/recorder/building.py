@@ -9,7 +9,7 @@ import json
 import operator
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,7 @@ class Building:
         self.packages = {*PACKAGES, *map(package_of, scripts)}
 
     def module(self, tree: TREE, name: str) -> torch.nn.Module:
-        module_class = self.find(tree["class"])
-        if not (isinstance(module_class, type) and issubclass(module_class, torch.nn.Module)):
-            raise ValueError(f"{tree['class']} is no torch.nn.Module")
-        # Functions of Lockstep are none of a model's.
-        self.packages |= {package_of(tree["class"])} - {"lockstep"}
+        module_class = self.module_class(tree["class"])
         module = module_class.__new__(module_class)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
@@ -101,6 +97,15 @@ class Building:
             child_name = f"{name}.{key}" if name else key
             module._modules[key] = None if child is None else self.module(child, child_name)
         return module
+
+    def module_class(self, name: str) -> type[torch.nn.Module]:
+        """Return a module's class. Values may then be of its package, too."""
+        found = self.find(name)
+        if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+            raise ValueError(f"{name} is no torch.nn.Module")
+        # Functions of Lockstep are none of a model's.
+        self.packages |= {package_of(name)} - {"lockstep"}
+        return found
 
     def parameter(self, about: TREE) -> torch.nn.Parameter:
         name = about["is"]
@@ -216,6 +221,8 @@ class Building:
                 return self.tensors[f"attribute/{content}"]
             case "module":
                 return self.modules[content]
+            case "hidden":
+                return self.hidden(value)
             case "enum":
                 members = getattr(self.named(content), "__members__", {})
                 return members[value["name"]]
@@ -250,6 +257,15 @@ class Building:
                 return self.object(value)
         raise ValueError(f"{kind} is no kind of value")
 
+    def hidden(self, about: TREE) -> torch.nn.Module:
+        """Return a frozen module that is no part of the model, such as a teacher in a list."""
+        tensors = {name: self.tensors[f"attribute/{about['at']}.{name}"] for name in about["tensors"]}
+        module = build(about["hidden"], tensors)
+        give(module, {name: tensors[f"weight/{name}"] for name, _ in module.named_parameters()})
+        for name, inner in module.named_modules():
+            inner.training = name not in about["evaluated"]
+        return module
+
     def function(self, about: TREE) -> types.FunctionType:
         """Return a function that no file has by a name, described by lockstep/recorder/functions.py."""
         name = about["function"]
@@ -280,6 +296,12 @@ def _named_tuple(kind: Any, values: Iterable[Any]) -> tuple:
     return tuple.__new__(kind, values)
 
 
+def _classes(tree: TREE) -> Iterator[str]:
+    yield tree["class"]
+    for child in tree["children"].values():
+        yield from () if child is None else _classes(child)
+
+
 def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     """Build the model again. Its parameters are on the meta device, its buffers are those of `tensors`.
 
@@ -299,6 +321,10 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     torch.autograd.forward_ad._maybe_load_decompositions()
     torch.jit._state.disable()
     try:
+        # The scripts that define the other classes may have values of these classes' packages.
+        for name in _classes(tree):
+            if not name.partition(":")[0].endswith(".py"):
+                building.module_class(name)
         model = building.module(tree, "")
         building.fill(tree, "")
         building.register(tree.get("own_hooks", []))

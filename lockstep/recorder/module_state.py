@@ -77,9 +77,14 @@ class _StateDescribing(Describing):
         kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
         # A parameter or buffer, or the id of one
         is_known = (value if type(value) is int else id(value)) in self.tensors
-        if type(value) not in kinds or is_known:
+        is_hidden = isinstance(value, torch.nn.Module) and id(value) not in self.modules
+        if (type(value) not in kinds and not is_hidden) or is_known:
             raise Unnamed("nothing that a forward pass changes")
         return super().value(value, where)
+
+    def _module(self, module: torch.nn.Module, where: str) -> TREE:
+        tensors = [*module.parameters(), *module.buffers()]
+        return {**super()._module(module, where), "hash": [digest(tensor) for tensor in tensors]}
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         return {**super()._tensor(tensor, where), "hash": digest(tensor)}

@@ -65,6 +65,12 @@ class StepRecorder:
                 f"--modules {modules!r}: no module of {type(self.model).__name__} has such a name; they are called {names[0]}, {names[-1]} and so on"
             )
         self.tree, self.tensors = tree.describe(self.model)
+        # The loop may change them in place before they are written.
+        self.tensors |= {
+            name: copied(tensor)
+            for name, tensor in self.tensors.items()
+            if name.startswith("attribute/") and not (isinstance(tensor, DTensor) or tensor.is_meta)
+        }
         self.surroundings: tree.TREE = {}
         self.plain_shards = PlainShards(self.model)
         self.attributes = {name: value for name, (value, _) in state_of(self.model).items()}

@@ -215,6 +215,8 @@ class Describing:
                 return False
             if isinstance(value, argparse.Namespace):
                 value = argparse.Namespace(**origin.without_secret_values(vars(value)))
+            # The script may run before the model's attributes are set: its objects are described anew.
+            self.objects = {}
             # A value that JSON cannot name is computed by the judge as the script does.
             with contextlib.suppress(Unnamed):
                 values[name] = self.value(value, f"script.{name}")
@@ -264,7 +266,7 @@ class Describing:
         if process_group.is_group(value):
             return {"process group": None}
         if isinstance(value, torch.nn.Module):
-            return self._module(value)
+            return self._module(value, where)
         # An enumeration of C++ has __members__ alone.
         if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):
             self._require_named(type(value))
@@ -275,7 +277,7 @@ class Describing:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
             if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
                 raise Unnamed(f"the method {value.__name__}, which its class does not have")
-            return {"method": [self._module(value.__self__), value.__name__]}
+            return {"method": [self._module(value.__self__, where), value.__name__]}
         if functions.is_nameless(value) and package_of(value.__module__ or "") in self.packages:
             return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -321,12 +323,19 @@ class Describing:
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
 
-    def _module(self, module: torch.nn.Module) -> TREE:
-        if id(module) not in self.modules:
+    def _module(self, module: torch.nn.Module, where: str) -> TREE:
+        if id(module) in self.modules:
+            return {"module": self.modules[id(module)]}
+        if any(parameter.requires_grad for parameter in module.parameters()):
             raise Unnamed(
-                "a module that is no part of the model, as in a list: torch.nn.ModuleList makes it one"
+                "a module that is no part of the model, as in a list: torch.nn.ModuleList makes it one; requires_grad_(False) says that it is not trained"
             )
-        return {"module": self.modules[id(module)]}
+        # Such as a teacher, which a list hides from the optimizer. Its tensors are like those of an attribute.
+        tree, tensors = describe(module)
+        tensors |= {f"weight/{clean(name)}": parameter for name, parameter in module.named_parameters()}
+        self.attributes |= {f"{clean(where)}.{name}": tensor for name, tensor in tensors.items()}
+        evaluated = [clean(name) for name, inner in module.named_modules() if not inner.training]
+        return {"hidden": tree, "at": clean(where), "tensors": [*tensors], "evaluated": evaluated}
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         if id(tensor) in self.tensors:
@@ -347,7 +356,7 @@ class Describing:
         is_of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
         if is_of_c or not hasattr(value, "__dict__"):
             raise Unnamed(f"a {kind.__qualname__}")
-        number = self.objects[id(value)] = len(self.objects)
+        number = self.objects[id(value)] = len(self.kept)
         self.kept.append(value)
         tree = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
         if isinstance(value, dict):

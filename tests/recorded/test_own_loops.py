@@ -935,3 +935,25 @@ def test_the_loss_of_a_model_that_is_first_called_in_a_closure(tmp_path, capsys,
         factor == 1,
         factor == 3,
     ), out
+
+
+CONFIGURED = """
+import torch
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+config = Qwen2Config(hidden_size=8, intermediate_size=16)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.mlp, self.head = config, Qwen2MLP(config), torch.nn.Linear(config.hidden_size, 5)
+    def forward(self, x):
+        return self.head(self.mlp(x)) / config.hidden_size
+"""
+
+
+def test_a_configuration_of_the_script_that_the_model_keeps(tmp_path, capsys):
+    """The script's classes are needed before the model's attributes are."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(CONFIGURED + TRAINS.format(before=""))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert verdict(output, capsys)[0] == 0

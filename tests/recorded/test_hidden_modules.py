@@ -1,0 +1,104 @@
+"""Frozen modules that a model keeps in a list, so that they are none of its own: a teacher, a perceptual loss."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import judge
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16)
+        self.dropout, self.last = torch.nn.Dropout(), torch.nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.last(self.dropout(self.norm(self.first(x)).relu()))
+
+
+class Distilled(torch.nn.Module):
+    """A student, and its teacher in a list, in a dict, or as an attribute that torch does not see."""
+
+    def __init__(self, kept="list"):
+        super().__init__()
+        self.student = Net()
+        self.student.dropout.p = 0.0
+        teacher = Net().requires_grad_(False).eval()
+        self.kept = kept
+        if kept == "attribute":
+            object.__setattr__(self, "teacher", teacher)
+        else:
+            self.teachers = [teacher] if kept == "list" else {0: teacher}
+
+    def seen(self):
+        return self.teacher if self.kept == "attribute" else self.teachers[0]
+
+    def forward(self, x, labels):
+        logits = self.student(x)
+        with torch.no_grad():
+            wanted = self.seen()(x).softmax(-1)
+        return F.cross_entropy(logits, labels) + F.kl_div(
+            logits.log_softmax(-1), wanted, reduction="batchmean"
+        )
+
+
+def status(folder, model, *, after_step=lambda model: None):
+    """The judge's status of three steps in which `after_step` is called after each."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, folder, steps=3):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 8), torch.randint(0, 5, (8,))).backward()
+            optimizer.step()
+            after_step(model)
+    return judge.main([str(folder)])
+
+
+@pytest.mark.parametrize("kept", ["list", "dict", "attribute"])
+def test_a_frozen_module_that_is_no_part_of_the_model(tmp_path, kept):
+    torch.manual_seed(0)
+    assert status(tmp_path, Distilled(kept)) == 0
+
+
+class Centred(torch.nn.Module):
+    """A model with a tensor that is neither a parameter nor a buffer, which the loop changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.centre = torch.nn.Linear(8, 5), torch.zeros(5)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.student(x) - self.centre, labels)
+
+
+def test_a_tensor_that_the_loop_changes(tmp_path):
+    torch.manual_seed(0)
+    assert status(tmp_path, Centred(), after_step=lambda model: model.centre.add_(0.3 * torch.randn(5))) == 0
+
+
+def average(model):
+    for own, students in zip(model.seen().parameters(), model.student.parameters(), strict=True):
+        own.data.lerp_(students.data, 0.5)
+
+
+def test_a_teacher_that_the_loop_changes(tmp_path):
+    torch.manual_seed(0)
+    assert status(tmp_path, Distilled(), after_step=average) == 0
+
+
+def test_a_gradient_that_is_wrong_beside_it(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Distilled()
+    model.student.last.weight.register_hook(lambda gradient: gradient * 1.001)
+    assert status(tmp_path, model) == 1
+    assert "gradient/student.last.weight" in capsys.readouterr().out
+
+
+def test_a_module_that_may_be_trained_is_refused(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Distilled()
+    model.seen().requires_grad_(True)
+    assert status(tmp_path, model) == 2
+    assert "torch.nn.ModuleList makes it one" in capsys.readouterr().err
