@@ -248,7 +248,8 @@ class Model(Passes):
         if micro_batch.record.param_dtype and micro_batch.record.casts_inputs and not self.exact:
             dtype = dtype_of(micro_batch.record.param_dtype)
             tensors |= {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
-        values = {**micro_batch.record.plain, **tensors}
+        plain = building.values_of(self.recording.tree, self.model, micro_batch.record.plain, tensors)
+        values = {**plain, **tensors}
         structure = treespec_loads(micro_batch.record.structure)
         given: dict[str, Any] = tree_unflatten(
             [values[name] for name in micro_batch.record.inputs], structure

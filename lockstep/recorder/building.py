@@ -17,10 +17,10 @@ import torch
 from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
-from lockstep.ground.errors import CannotComputeError, UserError
+from lockstep.ground.errors import CannotComputeError
 from lockstep.recorder import functions, process_group, surroundings
 from lockstep.recorder.script import Definitions, Script
-from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, attribute_of, package_of
+from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, WEIGHT_HOOKS, attribute_of, package_of
 
 
 # Cached, as a script may register what cannot be registered twice. The number of the process group is in the key:
@@ -124,6 +124,11 @@ class Building:
             if callable(value) and hasattr(torch.nn.Module, key) and key != "forward":
                 raise ValueError(f"{key} would be called for a method of torch.nn.Module")
             module.__dict__[key] = value
+        for recorded in tree["weight_hooks"]:
+            hook = self.value(recorded)
+            if not type(hook).__module__.startswith(WEIGHT_HOOKS):
+                raise ValueError(f"{type(hook).__name__} computes no weight")
+            module.register_forward_pre_hook(hook)
         _register_recordable_outputs(module)
         if "parametrizations" in tree["children"]:
             parametrize._inject_new_class(module)
@@ -219,6 +224,11 @@ class Building:
                 return process_group.group()
             case "attribute":
                 return self.tensors[f"attribute/{content}"]
+            case "sparse":
+                indices, elements = (self.value(content[name]) for name in ("indices", "values"))
+                return torch.sparse_coo_tensor(
+                    indices, elements, value["shape"], is_coalesced=value["is_coalesced"]
+                )
             case "module":
                 return self.modules[content]
             case "hidden":
@@ -302,16 +312,30 @@ def _classes(tree: TREE) -> Iterator[str]:
         yield from () if child is None else _classes(child)
 
 
+def _building(tree: TREE, tensors: dict[str, torch.Tensor]) -> Building:
+    """Return what builds values that may be of the packages of the tree's classes."""
+    building = Building(tensors, tree["scripts"])
+    # The scripts that define the other classes may have values of these classes' packages.
+    for name in _classes(tree):
+        if not name.partition(":")[0].endswith(".py"):
+            building.module_class(name)
+    return building
+
+
+def values_of(
+    tree: TREE, model: torch.nn.Module, values: TREE, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return values that were described apart from a model, such as what it is called with. `tensors` has those that are in them."""
+    building = _building(tree, {f"attribute/{name}": tensor for name, tensor in tensors.items()})
+    building.modules, building.parameters = dict(model.named_modules()), dict(model.named_parameters())
+    return {name: building.value(value) for name, value in values.items()}
+
+
 def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     """Build the model again. Its parameters are on the meta device, its buffers are those of `tensors`.
 
     Raises UserError for a class or an attribute that no longer exists.
     """
-    if tree["hooks"]:
-        raise UserError(
-            f"the weight that the hook {tree['hooks'][0]} computes before each call cannot be computed again; use torch.nn.utils.parametrizations"
-        )
-    building = Building(tensors, tree["scripts"])
     for path in tree["paths"]:
         user_file.search(Path(path))
     if "surroundings" in tree:
@@ -321,10 +345,7 @@ def build(tree: TREE, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     torch.autograd.forward_ad._maybe_load_decompositions()
     torch.jit._state.disable()
     try:
-        # The scripts that define the other classes may have values of these classes' packages.
-        for name in _classes(tree):
-            if not name.partition(":")[0].endswith(".py"):
-                building.module_class(name)
+        building = _building(tree, tensors)
         model = building.module(tree, "")
         building.fill(tree, "")
         building.register(tree.get("own_hooks", []))

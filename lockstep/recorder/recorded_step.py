@@ -43,7 +43,7 @@ class MicroBatchRecord(Strict):
     """A training call of the model: what it was called with, and what arrived at what it returned."""
 
     tensors: list[Name]  # by name: what the model was called with, and what the loop noted for the call
-    plain: dict[Name, Plain]  # likewise, values that are no tensors
+    plain: dict[Name, Any]  # likewise, values that are no tensors, as `Describing.value` describes them
     # The names of what the model was called with: the leaves of torch's pytree `structure`
     inputs: list[Name]
     structure: str  # how lists, tuples and dicts are nested

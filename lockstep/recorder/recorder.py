@@ -56,13 +56,13 @@ from lockstep.recorder import (
     parallelism,
     patches,
     surroundings,
+    tree,
     wrapped,
 )
 from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks
 from lockstep.recorder.module_state import state_of
-from lockstep.recorder.optimizers import PLAIN
 from lockstep.recorder.step import harmless
 from lockstep.recorder.step_tensors import digest_of, generators, order_of
 from lockstep.recorder.updates import Updates
@@ -292,9 +292,9 @@ class Recorder(Updates):
 
         `about` is the entry of its micro batch, number `number`.
         """
-        odd = [name for name, value in given.items() if not _has_known_structure(value)]
-        about["left_out"] += [f"{name} is a {type(given[name]).__name__}" for name in odd]
-        leaves, structure = tree_flatten_with_path({name: given[name] for name in given if name not in odd})
+        # Such as a named tuple: it is described as a whole.
+        odd = {id(value) for value in given.values() if not _has_known_structure(value)}
+        leaves, structure = tree_flatten_with_path(given, is_leaf=lambda value: id(value) in odd)
         inputs = {".".join(str(key).strip("[]'.") for key in path): value for path, value in leaves}
         about |= {"inputs": list(inputs), "structure": treespec_dumps(structure)}
         in_both = sorted(noted.keys() & inputs.keys())
@@ -308,10 +308,20 @@ class Recorder(Updates):
                 about["tensors"].append(name)
                 order = order_of(value)
                 about["orders"] |= {name: order} if order else {}
-            elif isinstance(value, PLAIN):
-                about["plain"][name] = value
             else:
-                about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
+                self._keep_value(number, about, name, value)
+
+    def _keep_value(self, number: int, about: dict[str, Any], name: str, value: Any) -> None:
+        """Keep what a call of the model is given beside tensors: a number, a text, an object with its tensors."""
+        describing = tree.Describing(self.model)
+        try:
+            about["plain"][name] = describing.value(value, name)
+        except tree.Unnamed:
+            about["left_out"].append(f"{name} is a {getattr(value, 'layout', type(value).__name__)}")
+            return
+        for place, tensor in describing.attributes.items():
+            self.kept.keep(f"batch/{number}/{place}", tensor)
+            about["tensors"].append(place)
 
     def _records_dropout(self) -> bool:
         return self.hooks is not None and self.hooks.inside and not being_recomputed()

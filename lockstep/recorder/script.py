@@ -73,7 +73,9 @@ class Definitions:
         self.script, self.values = script, values
         self.module = types.ModuleType(user_file.module_name(script.path))
         self.module.__dict__.update(__file__=str(script.path), __package__=package)
+        # Statements that have run, and names whose values are read
         self.done: set[Any] = set()
+        self.given: dict[str, Any] = {}  # the values that were read
 
     def enlist(self) -> None:
         """Register the module with Python. Dataclasses look it up."""
@@ -87,15 +89,21 @@ class Definitions:
     def define(self, names: set[str], value: Callable[[Any], Any]) -> None:
         """Give the module these names, as far as the script has them."""
         needed = self.script.needed({*names, STAR}, self.values.__contains__)
-        given = {name: value(self.values[name]) for name in sorted((needed & self.values.keys()) - self.done)}
-        self.done |= given.keys()
-        vars(self.module).update(given)
+        for name in sorted(needed & self.values.keys()):
+            if name not in self.done:
+                # Before it is read: what it refers to may need it, too.
+                self.done.add(name)
+                self.given[name] = vars(self.module)[name] = value(self.values[name])
+        self._run_those_of(needed - self.values.keys())
+
+    def _run_those_of(self, names: set[str]) -> None:
+        """Run the statements that bind these names and have not run."""
         for statement, bound in self.script.statements:
-            if statement not in self.done and bound & needed - self.values.keys():
+            if statement not in self.done and bound & names:
                 self.done.add(statement)
                 self._run(statement)
                 # An `import *` may have set these names otherwise.
-                vars(self.module).update(given)
+                vars(self.module).update(self.given)
 
     def _run(self, statement: ast.stmt) -> None:
         try:
@@ -103,6 +111,14 @@ class Definitions:
         # Such as that of a parser, which is given the judge's command line
         except SystemExit as request:
             raise ImportError(f"line {statement.lineno} of {self.script.path} ends the program") from request
+        except NameError as error:
+            # Such as a registry, whose value has the class that is about to be added to it
+            if error.name is None or error.name not in self.values.keys() - self.given.keys():
+                raise
+            self._run_those_of(self.script.needed({error.name}, self.given.__contains__))
+            if error.name not in vars(self.module):
+                raise
+            self._run(statement)
         except Exception as error:
             if not (isinstance(statement, ASSIGNING) and communicates(error)):
                 raise

@@ -35,6 +35,8 @@ from lockstep.recorder.wrapped import clean
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
 # How attributes begin that FSDP2, replicate and checkpoint put on a module that they wrap
 OF_WRAPPERS = "__composable_api"
+# The package of hooks that compute a weight
+WEIGHT_HOOKS = "torch.nn.utils."
 # Packages whose objects are configurations
 CONFIGURATIONS = {"addict", "easydict", "ml_collections", "omegaconf", "yacs"}
 # Packages whose functions and classes a tree may name, beside the model's own
@@ -119,8 +121,6 @@ class Describing:
         self.kept: list[object] = []
         # Values that have no name, as "PLACE: why"
         self.left_out: list[str] = []
-        # Hooks of torch.nn.utils, which compute a weight before each call
-        self.hooks: list[str] = []
         # Tensors that are neither parameters nor buffers, by place
         self.attributes: dict[str, torch.Tensor] = {}
 
@@ -134,13 +134,14 @@ class Describing:
         if isinstance(module, DistributedDataParallel):
             child = self.module(module.module, f"{name}.module")
             parts: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
+            parts["weight_hooks"] = []
             return {"class": name_of(Passed), **parts}
         values = {
             key: value
             for key, value in vars(module).items()
             if key not in OWN and not key.startswith(OF_WRAPPERS)
         }
-        if _calls_others(vars(module).get("forward"), module):
+        if _is_forward(vars(module).get("forward"), module):
             values["forward"] = vars(module)["forward"]
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
@@ -152,11 +153,11 @@ class Describing:
             # Libraries put private attributes there, such as a loss for shards of the vocabulary. A class works without them.
             read = {} if key.startswith("_") else _numbers_read(values[key], kind)
             attributes |= {key: {"left": read}} if read else {}
-        hook_classes = {type(hook) for hook in module._forward_pre_hooks.values()}
-        self.hooks += [
-            f"{hook_class.__name__} of {name or 'the model'}"
-            for hook_class in hook_classes
-            if hook_class.__module__.startswith("torch.nn.utils")
+        # Hooks that compute a weight before each call, as those of weight_norm do
+        hooks = [
+            self._object(hook, name)
+            for hook in module._forward_pre_hooks.values()
+            if type(hook).__module__.startswith(WEIGHT_HOOKS)
         ]
         if vars(module).get("_is_expert_parallel"):
             # The number that transformers keeps is that of this rank's experts.
@@ -173,7 +174,13 @@ class Describing:
             key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
             for key, child in module._modules.items()
         }
-        return {"class": name_of(kind), "attributes": attributes, **tensors, "children": children}
+        return {
+            "class": name_of(kind),
+            "attributes": attributes,
+            **tensors,
+            "children": children,
+            "weight_hooks": hooks,
+        }
 
     def parameter(self, tensor: torch.Tensor) -> TREE:
         """Return a parameter or buffer as JSON, with the shape that it has in the whole model."""
@@ -340,6 +347,10 @@ class Describing:
     def _tensor(self, tensor: torch.Tensor, where: str) -> TREE:
         if id(tensor) in self.tensors:
             return {"tensor": self.tensors[id(tensor)]}
+        if tensor.layout is torch.sparse_coo:
+            parts = {"indices": tensor._indices(), "values": tensor._values()}
+            trees = {name: self._tensor(part, f"{where}.{name}") for name, part in parts.items()}
+            return {"sparse": trees, "shape": [*tensor.shape], "is_coalesced": tensor.is_coalesced()}
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not is_plain and not isinstance(tensor, DTensor):
             raise Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
@@ -389,11 +400,13 @@ def _numbers_read(value: object, kind: type) -> TREE:
     return read
 
 
-def _calls_others(forward: Any, module: torch.nn.Module) -> bool:
-    """Whether a module was given a function as its `forward` that knows other modules, such as an adapter's.
+def _is_forward(forward: Any, module: torch.nn.Module) -> bool:
+    """Whether a module was given a function as its `forward` that is a method of its class, or knows other modules, such as an adapter's.
 
     Any other function is a patch, like a hook.
     """
+    if isinstance(forward, types.MethodType) and forward.__self__ is module:
+        return getattr(class_of(module), forward.__name__, None) is forward.__func__
     if not isinstance(forward, types.FunctionType):
         return False
     values = [
@@ -502,7 +515,6 @@ def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
     attributes = {f"attribute/{name}": tensor for name, tensor in describing.attributes.items()}
     whole_model = {
         "left_out": describing.left_out,
-        "hooks": describing.hooks,
         "paths": user_file.own_paths(),
         "scripts": scripts,
     }

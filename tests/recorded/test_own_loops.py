@@ -957,3 +957,32 @@ def test_a_configuration_of_the_script_that_the_model_keeps(tmp_path, capsys):
     script.write_text(CONFIGURED + TRAINS.format(before=""))
     assert record.main(["--output", str(output), str(script)]) == 0
     assert verdict(output, capsys)[0] == 0
+
+
+REGISTERED = """
+import argparse, torch
+CLASSES = {}
+def register(kind):
+    CLASSES[kind.__name__] = kind
+    return kind
+@register
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(arguments.width, 5)
+    def forward(self, x):
+        return self.head(x) * len(CLASSES)
+def train():
+    return arguments
+parser = argparse.ArgumentParser()
+parser.set_defaults(function=train, width=8)
+arguments = parser.parse_args()
+"""
+
+
+def test_a_registry_of_the_script(tmp_path, capsys):
+    """Its recorded value has the class, whose definition needs the registry."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(REGISTERED + TRAINS.format(before=""))
+    assert record.main(["--output", str(output), str(script)]) == 0
+    assert verdict(output, capsys)[0] == 0
