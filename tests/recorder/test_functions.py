@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from scripts import TRAINS
 
 from lockstep import judge, record
+from lockstep.ground.errors import CannotComputeError
 from lockstep.recorder import building, tree
 
 NET = """
@@ -97,7 +98,7 @@ def test_a_recording_names_no_function_of_other_packages():
         "named_defaults": None,
     }
     about["attributes"]["hook"] = {"function": "os", **values}
-    with pytest.raises(building.UserError, match="os is of no package that the model's own classes are of"):
+    with pytest.raises(CannotComputeError, match="os is of no package that the model's own classes are of"):
         building.build(about, {})
 
 
