@@ -116,18 +116,19 @@ def order_of(tensor: torch.Tensor) -> list[int]:
     It is [] for the usual order, and for a tensor with gaps in memory.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if tensor.is_contiguous():
-        return []
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-    return order if tensor.permute(order).is_contiguous() else []
+    strides, dims = tensor.stride(), [*range(tensor.ndim)]
+    # Dims of size 1 count, too: their strides may say that channels are last.
+    order = sorted(dims, key=lambda dim: (-strides[dim], tensor.shape[dim] == 1))
+    return order if order != dims and tensor.permute(order).is_contiguous() else []
 
 
 def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     """Return the same values with the dims in this order in memory. Raises UserError if it is no order of the dims."""
     if sorted(order) != list(range(tensor.ndim)):
         raise UserError(f"{order} is no order of the {tensor.ndim} dims of a tensor; record again")
-    return tensor.permute(order).contiguous().permute(torch.tensor(order).argsort().tolist())
+    # contiguous() would leave strides of dims of size 1 as they are.
+    permuted = tensor.permute(order).clone(memory_format=torch.contiguous_format)
+    return permuted.permute(torch.tensor(order).argsort().tolist())
 
 
 def generators() -> dict[str, list[Any]]:
