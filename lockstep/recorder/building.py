@@ -138,12 +138,12 @@ class Building:
             if child is not None:
                 self.fill(child, f"{name}.{key}" if name else key)
 
-    def register(self, hooks: list[list[str]]) -> None:
-        """Register methods of modules as hooks of others. `own_hooks` of lockstep/recorder/tree.py lists them."""
-        for name, register, owner, method in hooks:
+    def register(self, hooks: list[list[Any]]) -> None:
+        """Register the hooks that `own_hooks` of lockstep/recorder/tree.py lists."""
+        for name, register, hook in hooks:
             if register not in ("register_forward_pre_hook", "register_forward_hook"):
                 raise ValueError(f"{register} registers no hook")
-            getattr(self.modules[name], register)(self.value({"method": [{"module": owner}, method]}))
+            getattr(self.modules[name], register)(self.value(hook))
 
     def find(self, name: str) -> Any:
         """Return the class or function that has this name by `name_of` of lockstep/recorder/tree.py."""
@@ -173,6 +173,9 @@ class Building:
         if any(part.startswith("__") for part in parts):
             raise ValueError(f"{name} is no class or function that a recording may name")
         value = self.find(name)
+        if isinstance(value, torch.jit.ScriptFunction):
+            # In a file that was imported before scripting was turned off
+            value = value._torchdynamo_inline  # type: ignore[attr-defined]
         script = name.partition(":")[0]
         if script.endswith(".py"):
             # What the script imports, such as os.system, is defined in other files.
@@ -224,6 +227,8 @@ class Building:
                 return process_group.group()
             case "attribute":
                 return self.tensors[f"attribute/{content}"]
+            case "array":
+                return self.value(content).numpy()
             case "sparse":
                 indices, elements = (self.value(content[name]) for name in ("indices", "values"))
                 return torch.sparse_coo_tensor(

@@ -9,6 +9,7 @@ import enum
 import re
 from typing import Any
 
+import numpy
 import torch
 
 from lockstep.ground import origin
@@ -74,10 +75,10 @@ class _StateDescribing(Describing):
         }
 
     def value(self, value: Any, where: str) -> Any:
-        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor)
+        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor, numpy.ndarray)
         # A parameter or buffer, or the id of one
         is_known = (value if type(value) is int else id(value)) in self.tensors
-        is_hidden = isinstance(value, torch.nn.Module) and id(value) not in self.modules
+        is_hidden = issubclass(type(value), torch.nn.Module) and id(value) not in self.modules
         if (type(value) not in kinds and not is_hidden) or is_known:
             raise Unnamed("nothing that a forward pass changes")
         return super().value(value, where)

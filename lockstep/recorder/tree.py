@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -218,7 +219,7 @@ class Describing:
             if name.startswith("__") or name not in namespace:
                 return False
             value = namespace[name]
-            if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+            if isinstance(value, (type, types.FunctionType, types.ModuleType, torch.jit.ScriptFunction)):
                 return False
             if isinstance(value, argparse.Namespace):
                 value = argparse.Namespace(**origin.without_secret_values(vars(value)))
@@ -270,6 +271,8 @@ class Describing:
             return {type(value).__name__: str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, where)
+        if isinstance(value, (numpy.ndarray, numpy.generic)):
+            return self._of_numpy(value, where)
         if process_group.is_group(value):
             return {"process group": None}
         if isinstance(value, torch.nn.Module):
@@ -285,6 +288,11 @@ class Describing:
             if getattr(class_of(value.__self__), value.__name__, None) is not value.__func__:
                 raise Unnamed(f"the method {value.__name__}, which its class does not have")
             return {"method": [self._module(value.__self__, where), value.__name__]}
+        if isinstance(value, torch.jit.ScriptFunction):
+            # The judge turns scripting off, so the name stands for the function that was scripted.
+            function = value._torchdynamo_inline  # type: ignore[attr-defined]
+            self._require_named(function, value)
+            return {"named": name_of(function)}
         if functions.is_nameless(value) and package_of(value.__module__ or "") in self.packages:
             return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -323,9 +331,12 @@ class Describing:
     def _list(self, values: Iterable[Any], where: str) -> list[Any]:
         return [self.value(element, f"{where}.{number}") for number, element in enumerate(values)]
 
-    def _require_named(self, value: Any) -> None:
-        """Raise Unnamed for a class or function that `Building.named` of lockstep/recorder/building.py does not find again."""
-        if named(value) is not value or package_of(value.__module__) not in self.packages:
+    def _require_named(self, value: Any, found: Any = None) -> None:
+        """Raise Unnamed for a class or function that `Building.named` of lockstep/recorder/building.py does not find again.
+
+        `found` is what has its name, if that is not itself.
+        """
+        if named(value) is not (found or value) or package_of(value.__module__) not in self.packages:
             raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
@@ -356,6 +367,15 @@ class Describing:
             raise Unnamed(f"a {type(tensor).__name__} ({tensor.layout})")
         self.attributes[clean(where)] = tensor
         return {"attribute": clean(where)}
+
+    def _of_numpy(self, value: numpy.ndarray | numpy.generic, where: str) -> Any:
+        if isinstance(value, numpy.generic):
+            return self.value(value.item(), where)
+        try:
+            tensor = torch.from_numpy(numpy.ascontiguousarray(value))
+        except (TypeError, ValueError) as error:
+            raise Unnamed(f"an array of {value.dtype}") from error
+        return {"array": self._tensor(tensor, where)}
 
     def _object(self, value: object, where: str) -> TREE:
         """Return an object with attributes, and perhaps items, such as a config, as JSON. An object that is in several places stays one."""
@@ -481,26 +501,46 @@ def attribute_of(module: types.ModuleType, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[str]]:
-    """Return the hooks that are methods of the model's own modules, as of a model that keeps a hidden output.
+def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[Any]]:
+    """Return the hooks that the model's own code has put on its modules, as of a model that keeps a hidden output.
 
-    Each is [the module that has the hook, how it is registered, the module whose method it is, the method]. `left_out` is what the
-    tree leaves out; methods that use any of it, such as a file, are not returned.
+    They are methods of its modules, and functions that are defined inside of these. Each is [the module that has the hook, how it is
+    registered, the hook as JSON]. `left_out` is what the tree leaves out; hooks that use any of it, such as a file, are not returned.
     """
-    names = {id(module): clean(name) for name, module in model.named_modules()}
+    describing = Describing(model)
     unrecorded = {entry.partition(":")[0] for entry in left_out}
-    return [
-        [clean(name), register, names[id(hook.__self__)], hook.__name__]
-        for name, module in model.named_modules()
-        for register, hooks, with_keywords in (
+    hooks: list[list[Any]] = []
+    for name, module in model.named_modules():
+        for register, by_number, with_keywords in (
             ("register_forward_pre_hook", module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             ("register_forward_hook", module._forward_hooks, module._forward_hooks_with_kwargs),
-        )
-        for number, hook in hooks.items()
-        if isinstance(hook, types.MethodType) and id(hook.__self__) in names and number not in with_keywords
-        if inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
-        if unrecorded.isdisjoint(f"{names[id(hook.__self__)]}.{key}" for key in hook.__code__.co_names)
-    ]
+        ):
+            for number, hook in by_number.items():
+                if number in with_keywords or not _is_own(hook, model):
+                    continue
+                known = (
+                    [hook.__self__]
+                    if isinstance(hook, types.MethodType)
+                    else functions.enclosed(hook).values()
+                )
+                owners = [describing.modules[id(value)] for value in known if id(value) in describing.modules]
+                read = {f"{owner}.{key}" for owner in owners for key in hook.__code__.co_names}
+                with contextlib.suppress(Unnamed):
+                    value = describing.value(hook, name)
+                    if unrecorded.isdisjoint(read) and not describing.attributes:
+                        hooks.append([clean(name), register, value])
+    return hooks
+
+
+def _is_own(hook: Any, model: torch.nn.Module) -> bool:
+    """Whether a hook is a method of one of the model's modules, or a function that is defined inside of one."""
+    if isinstance(hook, types.MethodType):
+        return inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return functions.is_nameless(hook) and any(
+        hook.__module__ == kind.__module__ and hook.__qualname__.startswith(f"{kind.__qualname__}.")
+        for kind in kinds
+    )
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Frozen modules that a model keeps in a list, so that they are none of its own: a teacher, a perceptual loss."""
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional as F
@@ -102,3 +103,59 @@ def test_a_module_that_may_be_trained_is_refused(tmp_path, capsys):
     model.seen().requires_grad_(True)
     assert status(tmp_path, model) == 2
     assert "torch.nn.ModuleList makes it one" in capsys.readouterr().err
+
+
+class Regularised(torch.nn.Module):
+    """A function of its own keeps a hidden output, which the loss uses; another changes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.seen = torch.nn.Linear(8, 16), torch.nn.Linear(16, 5), {}
+        self.first.register_forward_hook(self.keep("first"))
+        self.last.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+
+    def keep(self, name):
+        def hook(module, inputs, output):
+            self.seen[name] = output
+
+        return hook
+
+    def forward(self, x, labels):
+        loss = F.cross_entropy(self.last(self.first(x).relu()), labels)
+        return loss + 0.01 * self.seen["first"].square().mean()
+
+
+@pytest.mark.parametrize("of", ["model", "loop"])
+def test_hooks_of_the_models_own(tmp_path, of):
+    """A hook that the loop puts on a module is none of these."""
+    torch.manual_seed(0)
+    model = Regularised()
+    if of == "loop":
+        model.first.register_forward_hook(lambda module, inputs, output: 1.01 * output)
+    assert status(tmp_path, model) == (of == "loop")
+
+
+class Scripted(torch.nn.Module):
+    """What is no tensor, and no module: a scripted function, an array of numpy."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.shifted = torch.nn.Linear(8, 5), shifted
+        self.table = numpy.linspace(0, 1, 8, dtype=numpy.float32)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.shifted(self.head(x * torch.from_numpy(self.table)), 0.5), labels)
+
+
+@torch.jit.script
+def shifted(x: torch.Tensor, by: float):
+    return torch.tanh(x + by)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_function_and_an_array(tmp_path):
+    torch.manual_seed(0)
+    assert (
+        status(tmp_path, Scripted(), after_step=lambda model: numpy.multiply(model.table, 2, out=model.table))
+        == 0
+    )
