@@ -2,6 +2,7 @@
 
     python -m lockstep.record --output runs/mine train.py --my --args
     torchrun --nproc_per_node 4 -m lockstep.record --output runs/mine train.py --my --args
+    torchrun --nproc_per_node 4 -m lockstep.record --output runs/mine -m package.train --my --args
 
 The command finds the model: the first one that is called in training mode. In a script of your own,
 `with lockstep.record(model, "runs/mine"):` around the loop does the same. `python -m lockstep.judge runs/mine` then
@@ -9,11 +10,14 @@ judges the recording. Exit status: the script's own; 2 for a usage error.
 """
 
 import argparse
+import functools
+import importlib.util
 import multiprocessing
 import runpy
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,40 +53,61 @@ def main(argv: list[str] | None = None) -> int:
     )
     # Some launchers give this option to the program that they start. Here, that program is not the script.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m"
+    )
+    parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
     def body() -> int:
         options = parser.parse_args(argv)
         if options.steps < 1:
             raise UserError(f"--steps {options.steps}: give a number of at least 1")
-        if not options.script.is_file():
-            raise UserError(f"{options.script}: there is no such file; name the training script")
+        script = _path_of_module(options.script) if options.module else Path(options.script)
+        if not script.is_file():
+            raise UserError(f"{script}: there is no such file; name the training script")
         # The script may change the working folder.
         output = options.output.absolute()
-        if options.script.resolve().is_relative_to(output.resolve()):
+        if script.resolve().is_relative_to(output.resolve()):
             raise UserError(
                 f"--output {options.output}: the script is in this folder, and the judge runs no code of a recording's folder; name another one"
             )
         require_writable_folder(output, "--output")
         launcher_arguments = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
         arguments = [*launcher_arguments, *options.arguments]
-        return _run(options.script, arguments, ModelFinder(output, options.steps, options.modules))
+        sys.argv = [str(script), *arguments]
+        if options.module:
+            run = functools.partial(runpy.run_module, options.script, alter_sys=True)
+        else:
+            sys.path.insert(0, str(script.absolute().parent))
+            run = functools.partial(runpy.run_path, str(script))
+        return _run(run, str(script), ModelFinder(output, options.steps, options.modules))
 
     return run_program("lockstep.record", body)
 
 
-def _run(script: Path, arguments: list[str], finding: "ModelFinder") -> int:
+def _path_of_module(name: str) -> Path:
+    """Return the file that `python -m name` runs. Raises UserError if there is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(f"-m {name}: there is no such module; name it as for python -m, from this folder")
+    return Path(spec.origin)
+
+
+def _run(run: Callable[..., Any], script: str, finding: "ModelFinder") -> int:
     """Run a script as Python does, while `finding` looks for its model. Return the script's exit status.
 
     Raises UserError if nothing was recorded.
     """
     start_time = time.time()
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.absolute().parent))
     status = 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run(run_name="__main__")
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except UserError:
@@ -97,7 +122,7 @@ def _run(script: Path, arguments: list[str], finding: "ModelFinder") -> int:
         if not process.daemon:
             process.join()
     if finding.recorder is None and not (finding.started and _is_written_since(finding.output, start_time)):
-        program = f"{script}, or a process that it started," if finding.started else str(script)
+        program = f"{script}, or a process that it started," if finding.started else script
         raise UserError(
             f"{program} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
             if finding.in_evaluation

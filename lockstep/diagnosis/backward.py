@@ -177,7 +177,9 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
     if not _are_equal(by_dp):
         return None  # unequal DP ranks do not show a cause
     if not _are_equal(by_micro):
-        shown = ", ".join(f"{value:.3g}" for value in (by_micro.round(decimals=3) + 0.0).tolist())
+        # Products of 16 bits leave the third digit unknown.
+        decimals = 3 if case.options["precision"] == "fp32" else 2
+        shown = ", ".join(f"{value:.3g}" for value in (by_micro.round(decimals=decimals) + 0.0).tolist())
         return Cause(
             "accumulation",
             f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
