@@ -17,11 +17,11 @@ from lockstep.plan import rates
 from lockstep.plan.config import BETAS
 from lockstep.recorder.optimizers import clip_by
 from lockstep.training.optim import decays, direction
-from lockstep.verdict.spans import of_spans
 
-# Elements of a block. All blocks of a comparison stay in the cache, BLAS starts no threads for so few elements, and their memory
-# is not asked of the system. torch's dot starts threads even then, which wait for each other where other processes have the cores.
-BLOCK = 1 << 13
+# Elements of a block. All blocks of a comparison stay in the cache, and their memory is not asked of the system.
+BLOCK = 1 << 16
+# Elements that `dot` gives BLAS at a time. It starts threads for more, which wait for each other where other processes have the cores.
+ROW = 1 << 13
 
 
 class Size(NamedTuple):
@@ -94,6 +94,12 @@ def relative(error: float, size: float) -> float:
     return error / size if size > 0 else math.inf
 
 
+def dot(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the inner product of two flat arrays."""
+    starts = range(0, one.size, ROW)
+    return float(sum(np.dot(one[start : start + ROW], other[start : start + ROW]) for start in starts))
+
+
 class _Sums:
     """The running 2-norm and largest element of one tensor, in float64; infinite once anything is not finite."""
 
@@ -101,14 +107,10 @@ class _Sums:
         self.square, self.largest = 0.0, 0.0
 
     def add(self, values: np.ndarray) -> None:
-        self.square += float(np.dot(values, values))
+        self.square += dot(values, values)
         # A tensor may have no elements
         most, least = (float(ufunc.reduce(values, initial=0.0)) for ufunc in (np.maximum, np.minimum))
         self.largest = max(self.largest, most, -least)
-
-    def join(self, other: "_Sums") -> None:
-        """Add the sums of another part of the tensor."""
-        self.square, self.largest = self.square + other.square, max(self.largest, other.largest)
 
     def result(self) -> Size:
         return (
@@ -127,20 +129,12 @@ class _Comparison:
         self.change: _Sums | None = None  # what it should show, if that is not itself
         self.terms = _Sums()
 
-    def join(self, other: "_Comparison") -> None:
-        """Add the sums of another part of the tensor; those of the reference are joined by themselves."""
-        self.error.join(other.error)
-        self.own_square += other.own_square
-        self.error_along += other.error_along
-        if self.change is not None and other.change is not None:
-            self.change.join(other.change)
-
     def add(self, values: np.ndarray, reference: np.ndarray, change: np.ndarray | None = None) -> None:
         """Add a block of both tensors. `change` is what the tensor should show, if that is not itself."""
         error = values - reference
         self.error.add(error)
-        self.error_along += float(np.dot(error, reference if change is None else change))
-        self.own_square += float(np.dot(values, values))
+        self.error_along += dot(error, reference if change is None else change)
+        self.own_square += dot(values, values)
         if not self._shared:
             self.wanted.add(reference)
         if change is not None:
@@ -180,6 +174,7 @@ def distance_of(own: torch.Tensor, reference: torch.Tensor) -> Distance:
     return distances_of([own], reference)[0]
 
 
+@QUIET
 def distances_of(
     tensors: Sequence[torch.Tensor], reference: torch.Tensor, before: torch.Tensor | None = None
 ) -> list[Distance]:
@@ -187,44 +182,25 @@ def distances_of(
 
     With `before`, what the tensors should show is the change from `before` to the reference.
     """
+    wanted = _Sums()
+    comparisons = [_Comparison(wanted) for _ in tensors]
     sources = [reference, *([] if before is None else [before]), *tensors]
-    flat = [tensor.detach().reshape(-1) for tensor in sources]
-
-    @QUIET
-    def compare(span: slice) -> tuple[_Sums, list[_Comparison]]:
-        wanted = _Sums()
-        comparisons = [_Comparison(wanted) for _ in tensors]
-        for blocks in zip(*(tensor[span].split(BLOCK) for tensor in flat), strict=True):
-            reference_block, *others = (block.double().numpy() for block in blocks)
-            change = None if before is None else reference_block - others.pop(0)
-            wanted.add(reference_block)
-            for comparison, values in zip(comparisons, others, strict=True):
-                comparison.add(values, reference_block, change)
-        return wanted, comparisons
-
-    (wanted, comparisons), *rest = of_spans(compare, reference.numel())
-    for other_wanted, others in rest:
-        wanted.join(other_wanted)
-        for comparison, other in zip(comparisons, others, strict=True):
-            comparison.join(other)
+    for blocks in zip(*(tensor.detach().reshape(-1).split(BLOCK) for tensor in sources), strict=True):
+        reference_block, *others = (block.double().numpy() for block in blocks)
+        change = None if before is None else reference_block - others.pop(0)
+        wanted.add(reference_block)
+        for comparison, values in zip(comparisons, others, strict=True):
+            comparison.add(values, reference_block, change)
     return [comparison.distance() for comparison in comparisons]
 
 
+@QUIET
 def size_of(tensor: torch.Tensor) -> Size:
     """Return the size of a tensor in memory, which may have no elements."""
-    flat = tensor.detach().reshape(-1)
-
-    @QUIET
-    def add_up(span: slice) -> _Sums:
-        sums = _Sums()
-        for block in flat[span].split(BLOCK):
-            sums.add(block.double().numpy())
-        return sums
-
-    first, *rest = of_spans(add_up, tensor.numel())
-    for sums in rest:
-        first.join(sums)
-    return first.result()
+    sums = _Sums()
+    for block in tensor.detach().flatten().split(BLOCK):
+        sums.add(block.double().numpy())
+    return sums.result()
 
 
 def distance_of_numbers(own: float, reference: float) -> Distance:

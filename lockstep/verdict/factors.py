@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from lockstep.verdict.spans import of_spans
-
-# Elements of a tensor that are looked at together: they stay in the cache, need no fresh memory, and torch starts no threads for so few
-PIECE = 1 << 15
+# Elements of a tensor that are looked at together: they stay in the cache, and need no fresh memory
+PIECE = 1 << 16
 RATE = 1e-6  # of false alarms in a run, over all its projections
 BLOCKS = 32  # that a dim is cut into, at most
 # Sums of a tensor, at most. Of a larger tensor, neighbours in a row are summed first.
@@ -249,13 +247,14 @@ def _summed_rows(
     height = reference.shape[-2] if is_transposed else reference.numel() // width
     columns = height if is_transposed else width
     step = max(1, PIECE // width // together) * together if is_transposed else max(1, PIECE // width)
+    collected: list[list[torch.Tensor]] = [[], []]
     threshold = ZERO * float(torch.linalg.vector_norm(reference, torch.inf))
-
-    def add_up(matrices: tuple[torch.Tensor, ...], rows: slice) -> list[torch.Tensor]:
-        """Return the sums of some rows of matrices, with transposed ones side by side."""
+    for matrices in zip(
+        *(tensor.reshape(-1, height, width) for tensor in (own, yardstick, reference)), strict=True
+    ):
         pieces: list[list[torch.Tensor]] = [[], []]
         for values, yardstick_block, reference_block in zip(
-            *(matrix[rows].split(step) for matrix in matrices), strict=True
+            *(matrix.split(step) for matrix in matrices), strict=True
         ):
             difference = values.double() - yardstick_block
             signs = reference_block.sign().masked_fill_(reference_block.abs() < threshold, 0.0)
@@ -263,15 +262,7 @@ def _summed_rows(
                 matrix = block.T if is_transposed else block
                 padded = F.pad(matrix, (0, -matrix.shape[1] % together))
                 pieces[index].append(padded.reshape(len(matrix), -1, together).sum(-1))
-        return [torch.cat(tensors, 1 if is_transposed else 0) for tensors in pieces]
-
-    collected: list[list[torch.Tensor]] = [[], []]
-    for matrices in zip(
-        *(tensor.reshape(-1, height, width) for tensor in (own, yardstick, reference)), strict=True
-    ):
-        # A span has whole groups of rows that are summed.
-        spans = of_spans(functools.partial(add_up, matrices), height, width, together)
-        for index, tensors in enumerate(zip(*spans, strict=True)):
+        for index, tensors in enumerate(pieces):
             collected[index].append(torch.cat(tensors, 1 if is_transposed else 0))
     products, sizes = (torch.cat(tensors) for tensors in collected)
     assert products.shape == (reference.numel() // columns, math.ceil(columns / together))

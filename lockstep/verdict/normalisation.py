@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lockstep.verdict.distance import BLOCK, QUIET, Size, size_of
+from lockstep.verdict.distance import BLOCK, QUIET, Size, dot, size_of
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.spans import of_spans
 
 ROUNDS = 20  # of iteratively reweighted least squares
 OUTLIER = 10  # a tensor whose rest is more than so many times the median rest is left out
@@ -101,23 +100,16 @@ def _products(
 
     `known` are those of the columns with each other, if they are known already.
     """
+    square, between, right = 0.0, np.zeros((len(columns), len(columns))), np.zeros(len(columns))
     sums = [Sum(observed, [column], torch.ones(1), factors) for column in columns]
-    terms = [_terms(like, name) for like in (observed, *sums)]
-
-    @QUIET
-    def add_up(span: slice) -> np.ndarray:
-        """Return one matrix: the products of `observed` with itself and the columns, then those of the columns."""
-        products = np.zeros((len(columns) + 1, len(columns) + 1))
-        for pieces in zip(*(_pieces(one, span) for one in terms), strict=True):
-            for i, piece in enumerate(pieces):
-                for j in range(i + 1) if known is None else (0,):
-                    products[i, j] += np.dot(piece, pieces[j])
-        return products
-
-    products = functools.reduce(np.add, of_spans(add_up, terms[0][0][1].numel()))
-    square, right, between = float(products[0, 0]), products[1:, 0], products[1:, 1:]
+    for piece, *column_pieces in zip(*(_pieces(like, name) for like in (observed, *sums)), strict=True):
+        square += dot(piece, piece)
+        for i, column_piece in enumerate(column_pieces):
+            right[i] += dot(column_piece, piece)
+            for j in range(i + 1) if known is None else ():
+                between[i, j] += dot(column_piece, column_pieces[j])
     symmetric = torch.from_numpy(between + np.tril(between, -1).T)
-    return square, symmetric if known is None else known, torch.from_numpy(right.copy())
+    return square, symmetric if known is None else known, torch.from_numpy(right)
 
 
 def _solved(products: Products, tensor_weights: dict[str, float]) -> torch.Tensor:
@@ -172,23 +164,18 @@ class Sum(Mapping[str, torch.Tensor]):
             largest = largest.or_more(size_of(column[name]).times(abs(weight)))
         return largest
 
+    @QUIET
     def rest(self) -> dict[str, float]:
         """Return the relative 2-norm of what the sum leaves of each tensor of `like`; 0 for a tensor that is zero."""
-        return {name: self._rest_of(name) for name in self.like}
-
-    def _rest_of(self, name: str) -> float:
-        whole_terms, terms = _terms(self.like, name), _terms(self, name)
-
-        @QUIET
-        def add_up(span: slice) -> np.ndarray:
-            squares = np.zeros(2)
-            for piece, summed in zip(_pieces(whole_terms, span), _pieces(terms, span), strict=True):
+        rest = {}
+        for name in self.like:
+            left = whole = 0.0
+            for piece, summed in zip(_pieces(self.like, name), _pieces(self, name), strict=True):
                 difference = piece - summed
-                squares += np.dot(difference, difference), np.dot(piece, piece)
-            return squares
-
-        left, whole = functools.reduce(np.add, of_spans(add_up, whole_terms[0][1].numel()))
-        return math.sqrt(left / whole) if whole > 0 else 0.0
+                left += dot(difference, difference)
+                whole += dot(piece, piece)
+            rest[name] = math.sqrt(left / whole) if whole > 0 else 0.0
+        return rest
 
     def __contains__(self, name: object) -> bool:
         return name in self.like  # Mapping's own would compute the tensor
@@ -212,22 +199,19 @@ def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
     return Lazy(terms, make)
 
 
-def _terms(gradients: Gradients, name: str) -> list[tuple[float, torch.Tensor]]:
-    """Return (weight, flat tensor) of each term that a tensor is a sum of."""
-    columns = gradients.of(name) if isinstance(gradients, Sum) else []
-    if not columns:
-        return [(1.0, gradients[name].flatten())]
-    return [(weight * inner, flat) for weight, column in columns for inner, flat in _terms(column, name)]
-
-
-def _pieces(terms: list[tuple[float, torch.Tensor]], span: slice) -> Iterator[np.ndarray]:
-    """Yield a span of a sum in flat pieces in float64, so that memory holds no whole tensor for each term."""
-    for blocks in zip(*(flat[span].split(BLOCK) for _, flat in terms), strict=True):
-        pieces = (
-            block.double().numpy() if weight == 1 else block.double().numpy() * weight
-            for (weight, _), block in zip(terms, blocks, strict=True)
+def _pieces(gradients: Gradients, name: str) -> Iterator[np.ndarray]:
+    """Yield a tensor in flat pieces in float64, so that memory holds no whole tensor for each column."""
+    terms = gradients.of(name) if isinstance(gradients, Sum) else []
+    if not terms:
+        for piece in gradients[name].flatten().split(BLOCK):
+            yield piece.double().numpy()
+        return
+    weights = [weight for weight, _ in terms]
+    for pieces in zip(*(_pieces(column, name) for _, column in terms), strict=True):
+        weighted = (
+            piece if weight == 1 else piece * weight for weight, piece in zip(weights, pieces, strict=True)
         )
-        yield functools.reduce(np.add, pieces)
+        yield functools.reduce(np.add, weighted)
 
 
 @dataclass

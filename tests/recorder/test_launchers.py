@@ -139,3 +139,21 @@ def test_some_modules_are_recorded(tmp_path, capsys):
 )
 def test_names_of_modules(name, pattern, found):
     assert matches(name, pattern) is found
+
+
+def test_a_module_of_a_package(tmp_path, capsys):
+    """As `python -m package.train` runs it. Negative controls: a factor of two, and no such module."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("BY = 1.0\n")
+    returned = "self.head(x), y)"
+    script = SCRIPT.replace("import lockstep\n", "import lockstep\nfrom .scale import BY\n")
+    (package / "train.py").write_text(script.replace(returned, f"BY * {returned}"))
+    own = ("-m", "lockstep.record", "--output", "run", "-m")
+    for times, status in (("1", 0), ("2", 1)):
+        done = started(tmp_path, TORCHRUN, *own, "package.train", "--times", times)
+        assert done.returncode == 0, done.stderr
+        assert judge.main([str(tmp_path / "run")]) == status, capsys.readouterr()
+    done = started(tmp_path, TORCHRUN, *own, "package.other")
+    assert "-m package.other: there is no such module; name it as for python -m" in done.stderr
