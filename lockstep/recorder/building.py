@@ -1,6 +1,5 @@
 """Build a model again from the tree that lockstep/recorder/tree.py made of it."""
 
-import builtins
 import collections
 import functools
 import importlib
@@ -19,8 +18,9 @@ from torch.nn.utils import parametrize
 from lockstep.ground import user_file
 from lockstep.ground.errors import CannotComputeError
 from lockstep.recorder import functions, process_group, surroundings
+from lockstep.recorder.allowed import HARMLESS, PACKAGES, is_allowed, package_of
 from lockstep.recorder.script import Definitions, Script
-from lockstep.recorder.tree import PACKAGES, SEQUENCES, TREE, WEIGHT_HOOKS, attribute_of, package_of
+from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS, attribute_of
 
 
 # Cached, as a script may register what cannot be registered twice. The number of the process group is in the key:
@@ -30,34 +30,8 @@ def _definitions(path: str, source: bytes, about: str, _group_number: int) -> De
     return Definitions(Script(Path(path), source), **json.loads(about))
 
 
-# Python's built-ins that a recording may name: classes, and functions that run no text as code and open no file
-HARMLESS = {
-    *(builtin for builtin in vars(builtins).values() if isinstance(builtin, type)),
-    *(abs, all, any, divmod, len, max, min, pow, print, round, sorted, sum),
-}
-
-
-# Modules of torch and Python whose functions a recording may name. Others may run text as code or load files.
-FUNCTIONS = {
-    "math",
-    "torch.functional",
-    "torch.nn.functional",
-    "torch.nn.init",
-    "torch.utils.checkpoint",
-    *("torch", *(f"torch._C._{part}" for part in ("nn", "linalg", "special", "fft", "sparse"))),
-}
-
 # Modules whose classes annotations such as list[int] are made of
 GENERIC = {"builtins", "collections", "collections.abc"}
-
-
-def _module_of(function: Any) -> str:
-    """Return the name of the module that defines a function; "" if there is none.
-
-    "torch" is returned for built-in functions alone, such as torch.tanh; other functions of that module get "".
-    """
-    module = getattr(function, "__module__", None) or ""
-    return "" if module == "torch" and not isinstance(function, types.BuiltinFunctionType) else module
 
 
 def _register_recordable_outputs(module: torch.nn.Module) -> None:
@@ -182,15 +156,7 @@ class Building:
             if getattr(value, "__module__", None) != user_file.module_name(Path(script)):
                 raise ValueError(f"{name} is not defined in that file")
             return value
-        # A package's module also has other modules among its names, such as os. And some of Python's built-in
-        # functions run text as code.
-        package = package_of(getattr(value, "__module__", None) or name)
-        is_builtin = any(value is builtin for builtin in vars(builtins).values())
-        is_function = package in PACKAGES and not isinstance(value, type) and callable(value)
-        # Union is callable, too.
-        is_function &= type(value).__module__ != "typing"
-        is_allowed = not is_function or value in HARMLESS or _module_of(value) in FUNCTIONS
-        if package not in self.packages or not is_allowed or (is_builtin and value not in HARMLESS):
+        if not is_allowed(value, name, self.packages):
             raise ValueError(f"{name} is no class or function that a recording may name")
         return value
 
@@ -208,6 +174,8 @@ class Building:
                 return float(content)
             case "dict":
                 return {self.value(key): self.value(item) for key, item in content}
+            case "deque":
+                return collections.deque(map(self.value, content), value["maxlen"])
             case "defaultdict":
                 factory, items = map(self.value, content)
                 if factory is not None and factory not in HARMLESS:

@@ -14,16 +14,14 @@ import torch
 
 from lockstep.ground import origin
 from lockstep.recorder import divided_attributes
+from lockstep.recorder.allowed import CONFIGURATIONS, PACKAGES, package_of
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.tree import (
-    CONFIGURATIONS,
     OWN,
-    PACKAGES,
     PLAIN,
     TREE,
     Describing,
     Unnamed,
-    package_of,
 )
 from lockstep.recorder.wrapped import clean
 
@@ -75,7 +73,17 @@ class _StateDescribing(Describing):
         }
 
     def value(self, value: Any, where: str) -> Any:
-        kinds = (*PLAIN, float, list, tuple, dict, collections.OrderedDict, torch.Tensor, numpy.ndarray)
+        kinds = (
+            *PLAIN,
+            float,
+            list,
+            tuple,
+            dict,
+            collections.OrderedDict,
+            collections.deque,
+            torch.Tensor,
+            numpy.ndarray,
+        )
         # A parameter or buffer, or the id of one
         is_known = (value if type(value) is int else id(value)) in self.tensors
         is_hidden = issubclass(type(value), torch.nn.Module) and id(value) not in self.modules

@@ -27,17 +27,16 @@ import torch
 
 from lockstep.ground import origin, user_file
 from lockstep.recorder import process_group
+from lockstep.recorder.allowed import PACKAGES, package_of
 from lockstep.recorder.module_state import OF_PROCESSES
 from lockstep.recorder.tree import (
     MAIN,
-    PACKAGES,
     TREE,
     Describing,
     Unnamed,
     globals_of,
     name_of,
     named,
-    package_of,
 )
 
 # Packages that are not the user's own, wherever their files are

@@ -28,6 +28,7 @@ from torch.nn.utils import parametrize
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
 from lockstep.recorder import deepspeed_layers, divided_attributes, functions, process_group, quantized
+from lockstep.recorder.allowed import PACKAGES, is_allowed, package_of
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
@@ -36,22 +37,10 @@ from lockstep.recorder.wrapped import clean
 OWN = {*vars(torch.nn.Module()), "forward", "_output_capturing_hooks_installed"}
 # How attributes begin that FSDP2, replicate and checkpoint put on a module that they wrap
 OF_WRAPPERS = "__composable_api"
+# Elements of an array of numpy: a larger one is data, not a table
+MOST_OF_AN_ARRAY = 1 << 20
 # The package of hooks that compute a weight
 WEIGHT_HOOKS = "torch.nn.utils."
-# Packages whose objects are configurations
-CONFIGURATIONS = {"addict", "easydict", "ml_collections", "omegaconf", "yacs"}
-# Packages whose functions and classes a tree may name, beside the model's own
-PACKAGES = CONFIGURATIONS | {
-    "argparse",
-    "builtins",
-    "collections",
-    "functools",
-    "inspect",
-    "math",
-    "torch",
-    "types",
-    "typing",
-}
 # The script that runs, and the same in a process that it spawned
 MAIN = {"__main__", "__mp_main__"}
 PLAIN = (type(None), bool, int, str)
@@ -265,6 +254,8 @@ class Describing:
             return {
                 "dict": [self._list(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
             }
+        if type(value) is collections.deque:
+            return {"deque": self._list(value, where), "maxlen": value.maxlen}
         if type(value) is collections.defaultdict:
             return {"defaultdict": [self.value(part, where) for part in (value.default_factory, dict(value))]}
         if isinstance(value, (torch.dtype, torch.device)):
@@ -336,7 +327,11 @@ class Describing:
 
         `found` is what has its name, if that is not itself.
         """
-        if named(value) is not (found or value) or package_of(value.__module__) not in self.packages:
+        if value.__module__ in MAIN:
+            is_known = value.__module__ in self.packages
+        else:
+            is_known = is_allowed(value, name_of(value), self.packages)
+        if not is_known or named(value) is not (found or value):
             raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
@@ -371,11 +366,10 @@ class Describing:
     def _of_numpy(self, value: numpy.ndarray | numpy.generic, where: str) -> Any:
         if isinstance(value, numpy.generic):
             return self.value(value.item(), where)
-        try:
-            tensor = torch.from_numpy(numpy.ascontiguousarray(value))
-        except (TypeError, ValueError) as error:
-            raise Unnamed(f"an array of {value.dtype}") from error
-        return {"array": self._tensor(tensor, where)}
+        # A memmap, for instance, is data.
+        if type(value) is not numpy.ndarray or value.dtype.kind not in "bif" or value.size > MOST_OF_AN_ARRAY:
+            raise Unnamed(f"a {type(value).__name__} of {value.size} elements of {value.dtype}")
+        return {"array": self._tensor(torch.from_numpy(numpy.ascontiguousarray(value)), where)}
 
     def _object(self, value: object, where: str) -> TREE:
         """Return an object with attributes, and perhaps items, such as a config, as JSON. An object that is in several places stays one."""
@@ -448,11 +442,6 @@ class Passed(torch.nn.Module):
 
 class Unnamed(Exception):
     """A value that JSON cannot name."""
-
-
-def package_of(name: str) -> str:
-    """Return the first part of a name like package.module:NAME."""
-    return name.partition(":")[0].partition(".")[0]
 
 
 def name_of(value: Any) -> str:

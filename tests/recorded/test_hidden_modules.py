@@ -1,5 +1,8 @@
 """Frozen modules that a model keeps in a list, so that they are none of its own: a teacher, a perceptual loss."""
 
+import collections
+import threading
+
 import numpy
 import pytest
 import torch
@@ -159,3 +162,26 @@ def test_a_scripted_function_and_an_array(tmp_path):
         status(tmp_path, Scripted(), after_step=lambda model: numpy.multiply(model.table, 2, out=model.table))
         == 0
     )
+
+
+class Holding(torch.nn.Module):
+    """Keeps a loader, its optimizer and a lock, which the forward pass does not use, and a queue, which it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.recent, self.lock = (
+            torch.nn.Linear(8, 5),
+            collections.deque([1.0], maxlen=2),
+            threading.Lock(),
+        )
+        self.loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 8)))
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+    def forward(self, x, labels):
+        self.recent.append(2.0)
+        return sum(self.recent) * F.cross_entropy(self.head(x), labels)
+
+
+def test_what_the_forward_pass_does_not_use_is_left_out(tmp_path):
+    torch.manual_seed(0)
+    assert status(tmp_path, Holding()) == 0
