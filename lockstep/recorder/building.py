@@ -198,10 +198,8 @@ class Building:
             case "array":
                 return self.value(content).numpy()
             case "sparse":
-                indices, elements = (self.value(content[name]) for name in ("indices", "values"))
-                return torch.sparse_coo_tensor(
-                    indices, elements, value["shape"], is_coalesced=value["is_coalesced"]
-                )
+                parts = [self.value(content[name]) for name in ("indices", "values")]
+                return _sparse(*parts, shape=value["shape"], is_coalesced=value["is_coalesced"])
             case "module":
                 return self.modules[content]
             case "hidden":
@@ -277,6 +275,18 @@ def _named_tuple(kind: Any, values: Iterable[Any]) -> tuple:
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise ValueError(f"{kind} is no named tuple")
     return tuple.__new__(kind, values)
+
+
+def _sparse(
+    indices: torch.Tensor, elements: torch.Tensor, *, shape: list[int], is_coalesced: bool
+) -> torch.Tensor:
+    """Return a sparse tensor. Raises ValueError if its indices are none of its shape, at which torch would read other memory."""
+    try:
+        return torch.sparse_coo_tensor(
+            indices, elements, shape, is_coalesced=is_coalesced, check_invariants=True
+        )
+    except RuntimeError as error:
+        raise ValueError(f"a sparse tensor of {shape}: {error}") from error
 
 
 def _classes(tree: TREE) -> Iterator[str]:

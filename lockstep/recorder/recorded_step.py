@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 7
+FORMAT = 8
 Plain = bool | int | MayBreakDown | str | None
 
 

@@ -99,3 +99,16 @@ def test_an_object_that_is_none_of_the_models_packages_is_refused(tmp_path, caps
         optimizer.step()
     assert judge.main([str(tmp_path / "run")]) == 2
     assert "the model cannot be called again: file is a TextIOWrapper" in capsys.readouterr().err
+
+
+def test_a_sparse_tensor_whose_indices_are_beyond_its_shape(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Net("sparse")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with lockstep.record(model, tmp_path):
+        F.cross_entropy(model(*inputs("sparse")), torch.randint(0, 5, (6,))).backward()
+        optimizer.step()
+    path = tmp_path / "rank_0" / "step_1.json"
+    path.write_text(path.read_text().replace('"shape": [6, 54]', '"shape": [6, 7]'))
+    assert judge.main([str(tmp_path)]) == 2
+    assert "a sparse tensor of [6, 7]" in capsys.readouterr().err
