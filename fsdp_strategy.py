@@ -197,8 +197,9 @@ class FSDPStrategy(TorchStrategy):
             offload_policy=pinned if options.cpu_offload else OffloadPolicy(),
         )
         layers = self._layers(model) if options.wrap == "layer" else []
+        _require_tensors(model)
         if layers:
-            _require_apart(model, modules.names_in(model).layers)
+            _require_layers(model, modules.names_in(model).layers)
         for layer in layers:
             shard(layer)
         for root in self.roots:
@@ -281,8 +282,23 @@ class FSDPStrategy(TorchStrategy):
         }
 
 
-def _require_apart(model: torch.nn.Module, layers: str) -> None:
-    """Raise UserError if a parameter is in a layer and elsewhere: FSDP2 cannot shard it with both, or unties it. `layers` names the list."""
+def _require_tensors(model: torch.nn.Module) -> None:
+    """Raise UserError if a parameter is a scalar, which FSDP2 cannot shard."""
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
+    if scalar is not None:
+        raise UserError(f"{scalar} is a scalar, which FSDP2 cannot shard; make it a tensor of one element")
+
+
+def _require_layers(model: torch.nn.Module, layers: str) -> None:
+    """Raise UserError if FSDP2 cannot shard the layers, which are those of the list `layers`.
+
+    A layer must have a forward method. FSDP2 cannot shard a parameter with a layer and elsewhere, or unties it.
+    """
+    for name, child in model.get_submodule(layers).named_children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise UserError(
+                f"--wrap layer: {layers}.{name} is a {type(child).__name__}, which is never called, and FSDP2 cannot shard it; say --wrap model"
+            )
     # Of each parameter, the layers that have it; None stands for the rest of the model
     owners: dict[torch.Tensor, set[torch.nn.Module | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -110,7 +110,9 @@ def _traces(config: dict, attn_impl: str, base: str, positions: bool) -> tuple[l
 
 
 def _symbols(shapes: list[tuple[int, ...]]) -> tuple | None:
-    """One shape, with symbols for the dims that follow the batch and the sequence; None if a dim follows neither.
+    """One shape, with symbols for the dims that follow the batch and the sequence.
+
+    None if a dim follows neither, or one after the first follows the batch, as in the last state of a recurrent network.
 
     `shapes` are those of a tensor in the passes that have it. A first dim of all tokens becomes two dims.
     """
@@ -128,7 +130,8 @@ def _symbols(shapes: list[tuple[int, ...]]) -> tuple | None:
         if len(set(sizes)) > 1 and sizes not in known:
             return None
         found += (sizes[0],) if len(set(sizes)) == 1 else known[sizes]
-    return found
+    # Samples are put together along the first dim.
+    return None if BATCH in found[1:] else found
 
 
 def _fill(model: torch.nn.Module) -> None:

@@ -210,6 +210,59 @@ def test_a_weight_in_a_layer_and_elsewhere(tmp_path):
         assert ("layers.0.weight is in a layer and elsewhere" in done.stderr) == (wrap == "layer")
 
 
+UNUSUAL = """
+import torch
+from torch.nn import functional as F
+
+
+class Recurrent(torch.nn.Module):
+    \"\"\"Each layer is a list, and a state of a recurrent network has its samples along the second dim.\"\"\"
+
+    shape = (1,)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList([torch.nn.LayerNorm(16), torch.nn.GRU(16, 16, batch_first=True)]) for _ in range(2)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(self.shape))
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for norm, rnn in self.layers:
+            x = x + rnn(norm(x))[0]
+        return F.cross_entropy(self.head(self.scale * x).flatten(0, 1), labels.flatten())
+
+
+class OfAScalar(Recurrent):
+    shape = ()
+"""
+
+
+@pytest.mark.parametrize(
+    "name, wrap, said",
+    [
+        ("Recurrent", "layer", "layers.0 is a ModuleList, which is never called"),
+        ("Recurrent", "model", ""),
+        (
+            "OfAScalar",
+            "model",
+            "scale is a scalar, which FSDP2 cannot shard; make it a tensor of one element",
+        ),
+    ],
+)
+def test_what_fsdp_cannot_shard(tmp_path, name, wrap, said):
+    (tmp_path / "unusual.py").write_text(UNUSUAL)
+    done = in_process(
+        "run_verification.py",
+        *("--output_dir", tmp_path / "out", "--seq_length", "32", "--batch_size", "2"),
+        *("--strategies", f"ddp,fsdp@tp1xdp2:wrap={wrap}", "--model", f"{tmp_path}/unusual.py:{name}"),
+    )
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr
+
+
 def test_a_complex_table(tmp_path):
     """It stays complex where weights are converted."""
     (tmp_path / "rotary.py").write_text(ROTARY)
