@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import user_file
 from lockstep.ground.errors import CannotComputeError
-from lockstep.recorder import functions, process_group, surroundings
+from lockstep.recorder import functions, local_classes, process_group, surroundings
 from lockstep.recorder.allowed import HARMLESS, PACKAGES, is_allowed, package_of
 from lockstep.recorder.script import Definitions, Script
 from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS, attribute_of
@@ -56,10 +56,12 @@ class Building:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.modules: dict[str, torch.nn.Module] = {}
         self.objects: dict[int, object] = {}
+        self.local_classes: dict[str, type] = {}
         self.packages = {*PACKAGES, *map(package_of, scripts)}
 
     def module(self, tree: TREE, name: str) -> torch.nn.Module:
-        module_class = self.module_class(tree["class"])
+        local = tree["local_class"]
+        module_class = self.module_class(tree["class"], local)
         module = module_class.__new__(module_class)
         torch.nn.Module.__init__(module)
         self.modules[name] = module
@@ -72,9 +74,9 @@ class Building:
             module._modules[key] = None if child is None else self.module(child, child_name)
         return module
 
-    def module_class(self, name: str) -> type[torch.nn.Module]:
-        """Return a module's class. Values may then be of its package, too."""
-        found = self.find(name)
+    def module_class(self, name: str, local: TREE | None = None) -> type[torch.nn.Module]:
+        """Return a module's class, described by `local` if a function defines it. Values may then be of its package, too."""
+        found = self.find(name) if local is None else self.local_class(name, local)
         if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
             raise ValueError(f"{name} is no torch.nn.Module")
         # Functions of Lockstep are none of a model's.
@@ -137,6 +139,22 @@ class Building:
         # In sys.modules, those of another recording may be in their place.
         definitions.enlist()
         return definitions
+
+    def local_class(self, name: str, about: TREE) -> type:
+        """Return the class `name` that a function defines, described by lockstep/recorder/local_classes.py. There is one of a name."""
+        if name not in self.local_classes:
+            file = name.partition(":")[0]
+            if file.endswith(".py"):
+                definitions = self.definitions(file)
+                path, names = Path(file), vars(definitions.module)
+                definitions.define(local_classes.names_read(path.read_bytes(), about["path"]), self.value)
+            else:
+                names = vars(importlib.import_module(file))
+                path = Path(names["__file__"])
+            if user_file.is_installed(path):
+                raise ValueError(f"{name} is of an installed package")
+            self.local_classes[name] = local_classes.made(about, path.read_bytes(), names, self.value)
+        return self.local_classes[name]
 
     def named(self, name: str) -> Any:
         """Return a function or class of torch, or of a package that the model's own classes are of."""
@@ -230,6 +248,8 @@ class Building:
                 return self.named(content)
             case "function":
                 return self.function(value)
+            case "local class":
+                return self.local_class(content, value)
             case "left":
                 return surroundings.Left({key: self.value(item) for key, item in content.items()})
             case "same":
@@ -290,7 +310,9 @@ def _sparse(
 
 
 def _classes(tree: TREE) -> Iterator[str]:
-    yield tree["class"]
+    """Yield the names of the classes of a tree, but for those that functions define."""
+    if tree["local_class"] is None:
+        yield tree["class"]
     for child in tree["children"].values():
         yield from () if child is None else _classes(child)
 

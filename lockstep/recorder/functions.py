@@ -63,7 +63,7 @@ def described(function: types.FunctionType, value: Callable[[Any, str], Any], wh
     description = {
         "line": code.co_firstlineno,
         "path": function.__qualname__,
-        "digest": _digest(code),
+        "digest": digest_of(code),
         "enclosed": {name: value(v, f"{where}.{name}") for name, v in enclosed_values.items()},
         "defaults": value(function.__defaults__, where),
         "named_defaults": value(function.__kwdefaults__, where),
@@ -87,8 +87,8 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
     ]
     # One line may have several functions.
     if len(candidates) > 1:
-        candidates = [code for code in candidates if _digest(code) == about["digest"]]
-    if len({_digest(code) for code in candidates}) > 1 or not candidates:
+        candidates = [code for code in candidates if digest_of(code) == about["digest"]]
+    if len({digest_of(code) for code in candidates}) > 1 or not candidates:
         file = Path(names["__file__"]).name
         raise ValueError(
             f"{file} has no function {about['path']} in line {about['line']} any more, or several"
@@ -100,10 +100,10 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
     return function
 
 
-def _digest(code: types.CodeType) -> str:
+def digest_of(code: types.CodeType) -> str:
     """Return a hash of what code computes. Another version of Python compiles the same source to other code."""
     constants = [
-        _digest(constant)
+        digest_of(constant)
         if isinstance(constant, types.CodeType)
         else sorted(map(repr, constant))
         if isinstance(constant, frozenset)

@@ -27,7 +27,14 @@ from torch.nn.utils import parametrize
 
 from lockstep.ground import origin, user_file
 from lockstep.ground.errors import UserError
-from lockstep.recorder import deepspeed_layers, divided_attributes, functions, process_group, quantized
+from lockstep.recorder import (
+    deepspeed_layers,
+    divided_attributes,
+    functions,
+    local_classes,
+    process_group,
+    quantized,
+)
 from lockstep.recorder.allowed import PACKAGES, is_allowed, package_of
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
@@ -67,6 +74,8 @@ def class_of(module: torch.nn.Module) -> type:
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
     while (defined := named(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
+        if local_classes.is_local(kind) and source_of(kind):
+            return kind
         if isinstance(defined, type) and defined is not kind and issubclass(kind, defined):
             return defined
         if len(kind.__bases__) < 2 or not issubclass(kind.__bases__[-1], torch.nn.Module):
@@ -124,7 +133,7 @@ class Describing:
         if isinstance(module, DistributedDataParallel):
             child = self.module(module.module, f"{name}.module")
             parts: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
-            parts["weight_hooks"] = []
+            parts |= {"weight_hooks": [], "local_class": None}
             return {"class": name_of(Passed), **parts}
         values = {
             key: value
@@ -164,8 +173,10 @@ class Describing:
             key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
             for key, child in module._modules.items()
         }
+        local = self._local_class(kind, name) if local_classes.is_local(kind) else None
         return {
             "class": name_of(kind),
+            "local_class": local,
             "attributes": attributes,
             **tensors,
             "children": children,
@@ -284,6 +295,8 @@ class Describing:
             function = value._torchdynamo_inline  # type: ignore[attr-defined]
             self._require_named(function, value)
             return {"named": name_of(function)}
+        if isinstance(value, type) and local_classes.is_local(value):
+            return {"local class": name_of(value), **self._local_class(value, where)}
         if functions.is_nameless(value) and package_of(value.__module__ or "") in self.packages:
             return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -306,6 +319,18 @@ class Describing:
         if function.__module__ in MAIN:
             self.read_of_script |= {*names_of(function.__code__)}
         return {"function": name_of(function).partition(":")[0], **described}
+
+    def _local_class(self, kind: type, where: str) -> TREE:
+        """Return a class that a function defines as JSON. Raises UserError if it cannot be made again."""
+        if kind.__module__ in MAIN:
+            self.read_of_script |= local_classes.names_read(source_of(kind), kind.__qualname__)
+        try:
+            return local_classes.described(kind, source_of(kind), lambda value: self.value(value, where))
+        except (ValueError, Unnamed) as error:
+            raise UserError(
+                f"{kind.__module__}.{kind.__qualname__}: a function defines this class, and it cannot be made again ({error}); "
+                "move the class to the top of a file"
+            ) from error
 
     def _annotation(self, value: Any, where: str) -> TREE:
         """Return an annotation, such as Union or Union[Tensor, None], as JSON. A module may keep those of a method."""
@@ -442,6 +467,13 @@ class Passed(torch.nn.Module):
 
 class Unnamed(Exception):
     """A value that JSON cannot name."""
+
+
+def source_of(kind: type) -> bytes:
+    """Return the file that defines a class, if it is none of an installed package; else b""."""
+    names = globals_of(kind) if kind.__module__ in MAIN else vars(sys.modules[kind.__module__])
+    path = script_of(names)
+    return path.read_bytes() if path.is_file() and not user_file.is_installed(path) else b""
 
 
 def name_of(value: Any) -> str:
