@@ -233,22 +233,6 @@ def test_tensors_that_the_loop_keeps_in_the_model(tmp_path, capsys):
     assert status == 0, out
 
 
-class Graph(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(8, 4)
-
-    def forward(self, x, edges):
-        return edges @ self.net(x)
-
-
-def test_sparse_inputs_are_refused_by_name(tmp_path, capsys):
-    torch.manual_seed(0)
-    trained(tmp_path, Graph(), lambda: (torch.randn(6, 8), torch.eye(6).to_sparse()))
-    status, out = verdict(tmp_path, capsys)
-    assert status == 2 and "edges is a torch.sparse_coo" in out, out
-
-
 class Convolved(nn.Module):
     def __init__(self):
         super().__init__()

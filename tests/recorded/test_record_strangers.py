@@ -49,7 +49,9 @@ RIGHT = {
         ("OneHeadUnused", "Recurrent", "Stateful", "InADict", "Normalised", "StatisticsReset", "Padded"),
         NOT_SEEN,
     ),
-    **dict.fromkeys(("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked"), NOT_SEEN),
+    **dict.fromkeys(
+        ("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked", "OddInput", "Hooked"), NOT_SEEN
+    ),
     **dict.fromkeys(
         ("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks", "SeveralMeshes"), NOT_JUDGED
     ),
@@ -215,10 +217,8 @@ REFUSED = {
     "OwnExperts": "ranks 0 and 1 have different parameters, such as experts.0.bias: neither has the whole model, which one process would need",
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
     "Zeros": "no gradient other than zero arises in the recorded steps",
-    "OddInput": "the model cannot be called again: batch is a Batch; give it tensors",
     "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
     "Complex": "weight is complex",
-    "Hooked": "the weight that the hook SpectralNorm of the model computes before each call cannot be computed again",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "ShardReturned": "what the model returns as 0 is of shape (4, 2) in the run, and (4, 4) in one process, so each rank is given a shard of it",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
