@@ -173,7 +173,13 @@ class Describing:
             key: None if child is None else self.module(child, clean(f"{name}.{key}" if name else key))
             for key, child in module._modules.items()
         }
-        local = self._local_class(kind, name) if local_classes.is_local(kind) else None
+        try:
+            local = self._local_class(kind, name) if local_classes.is_local(kind) else None
+        except Unnamed as error:
+            raise UserError(
+                f"{kind.__module__}.{kind.__qualname__}: a function defines this class, and it cannot be made again ({error}); "
+                "move the class to the top of a file"
+            ) from error
         return {
             "class": name_of(kind),
             "local_class": local,
@@ -321,16 +327,17 @@ class Describing:
         return {"function": name_of(function).partition(":")[0], **described}
 
     def _local_class(self, kind: type, where: str) -> TREE:
-        """Return a class that a function defines as JSON. Raises UserError if it cannot be made again."""
-        if kind.__module__ in MAIN:
-            self.read_of_script |= local_classes.names_read(source_of(kind), kind.__qualname__)
+        """Return a class that a function defines as JSON. Raises Unnamed if it cannot be made again."""
+        source = source_of(kind)
+        if not source:
+            raise Unnamed(f"{kind.__qualname__}, which a function of another package defines")
         try:
-            return local_classes.described(kind, source_of(kind), lambda value: self.value(value, where))
-        except (ValueError, Unnamed) as error:
-            raise UserError(
-                f"{kind.__module__}.{kind.__qualname__}: a function defines this class, and it cannot be made again ({error}); "
-                "move the class to the top of a file"
-            ) from error
+            described = local_classes.described(kind, source, lambda value: self.value(value, where))
+        except ValueError as error:
+            raise Unnamed(str(error)) from error
+        if kind.__module__ in MAIN:
+            self.read_of_script |= local_classes.names_read(source, kind.__qualname__)
+        return described
 
     def _annotation(self, value: Any, where: str) -> TREE:
         """Return an annotation, such as Union or Union[Tensor, None], as JSON. A module may keep those of a method."""
