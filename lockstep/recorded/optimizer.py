@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from lockstep.ground.errors import communicates, first_line
-from lockstep.recorder import tree
+from lockstep.recorder.allowed import package_of
 from lockstep.recorder.building import Building
 from lockstep.recorder.optimizers import bare, tensors_of
 from lockstep.recorder.recorded_step import Optimizer
@@ -123,7 +123,7 @@ class Replay:
 
     def _new_building(self) -> Building:
         building = Building({}, self.recording.tree["scripts"])
-        building.packages.add(tree.package_of(self.optimizer.kind))
+        building.packages.add(package_of(self.optimizer.kind))
         # Some optimizers keep modules, whose parameters have settings of their own.
         building.modules = dict(self.recording.skeleton.named_modules())
         return building

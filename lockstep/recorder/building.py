@@ -19,8 +19,9 @@ from lockstep.ground import user_file
 from lockstep.ground.errors import CannotComputeError
 from lockstep.recorder import functions, local_classes, process_group, surroundings
 from lockstep.recorder.allowed import HARMLESS, PACKAGES, is_allowed, package_of
+from lockstep.recorder.names import attribute_of
 from lockstep.recorder.script import Definitions, Script
-from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS, attribute_of
+from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS
 
 
 # Cached, as a script may register what cannot be registered twice. The number of the process group is in the key:
@@ -115,14 +116,14 @@ class Building:
                 self.fill(child, f"{name}.{key}" if name else key)
 
     def register(self, hooks: list[list[Any]]) -> None:
-        """Register the hooks that `own_hooks` of lockstep/recorder/tree.py lists."""
+        """Register the hooks that lockstep/recorder/own_hooks.py lists."""
         for name, register, hook in hooks:
             if register not in ("register_forward_pre_hook", "register_forward_hook"):
                 raise ValueError(f"{register} registers no hook")
             getattr(self.modules[name], register)(self.value(hook))
 
     def find(self, name: str) -> Any:
-        """Return the class or function that has this name by `name_of` of lockstep/recorder/tree.py."""
+        """Return the class or function that has this name by `name_of` of lockstep/recorder/names.py."""
         module, _, path = name.partition(":")
         if not module.endswith(".py"):
             return attribute_of(importlib.import_module(module), path)
@@ -321,7 +322,7 @@ def _building(tree: TREE, tensors: dict[str, torch.Tensor]) -> Building:
     """Return what builds values that may be of the packages of the tree's classes."""
     building = Building(tensors, tree["scripts"])
     # The scripts that define the other classes may have values of these classes' packages.
-    for name in _classes(tree):
+    for name in dict.fromkeys(_classes(tree)):
         if not name.partition(":")[0].endswith(".py"):
             building.module_class(name)
     return building

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.recorder import tree, wrapped
+from lockstep.recorder import names, wrapped
 from lockstep.recorder.optimizers import clip_by, described
 from lockstep.recorder.patches import replace
 from lockstep.recorder.step import harmless
@@ -120,7 +120,7 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
     # The tensors of this description are flat pieces, so they are left out.
     description, _ = described(engine.optimizer.optimizer, recorder.model, 0)
     if not _is_linked(recorder):
-        description["class"] = tree.name_of(type(engine.optimizer))
+        description["class"] = names.name_of(type(engine.optimizer))
     for name, value in _state_of(recorder, engine.optimizer):
         recorder.kept.keep_state(name, value)
         _, key, parameter_name = name.split("/", 2)

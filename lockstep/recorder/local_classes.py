@@ -4,15 +4,15 @@ Such a class is made again from its place in its file, and is given what its met
 """
 
 import builtins
+import functools
 import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.recorder import functions
+from lockstep.recorder.functions import TREE
 from lockstep.recorder.script import names_of
-
-TREE = dict[str, Any]
 
 
 def is_local(kind: type) -> bool:
@@ -69,6 +69,7 @@ def names_read(source: bytes, path: str) -> set[str]:
     return set(names_of(_code_in(source, path)))
 
 
+@functools.lru_cache(maxsize=64)  # it is asked for each module of a class
 def _code_in(source: bytes, path: str) -> types.CodeType:
     """Return the code of the body of a class. Raises ValueError if the file has not one class of this path."""
     file_code = compile(source, "", "exec", dont_inherit=True)

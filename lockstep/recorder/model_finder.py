@@ -16,8 +16,8 @@ from torch.optim import optimizer
 
 from lockstep.ground import user_file
 from lockstep.recorder import divided_attributes, losses, patches, wrapped
+from lockstep.recorder.names import MAIN
 from lockstep.recorder.recorder import Recorder
-from lockstep.recorder.tree import MAIN
 from lockstep.recorder.whole_run import Loaders
 
 SPAWN = "torch.multiprocessing.spawn"

@@ -16,15 +16,14 @@ from lockstep.ground import origin
 from lockstep.recorder import divided_attributes
 from lockstep.recorder.allowed import CONFIGURATIONS, PACKAGES, package_of
 from lockstep.recorder.hashes import digest
-from lockstep.recorder.tree import (
-    OWN,
-    PLAIN,
-    TREE,
-    Describing,
-    Unnamed,
-)
+from lockstep.recorder.tree import OWN, PLAIN, TREE, Describing, Unnamed
 from lockstep.recorder.wrapped import clean
 
+# Types whose values a pass may change
+KINDS = (
+    *(*PLAIN, float, list, tuple, dict, collections.OrderedDict, collections.deque),
+    *(torch.Tensor, numpy.ndarray),
+)
 # Words in names of values that are about the processes of a run
 OF_PROCESSES = re.compile(r"(^|_)(world|rank|ranks|replicas|processes|gpus|nodes)(_|$)")
 
@@ -73,21 +72,10 @@ class _StateDescribing(Describing):
         }
 
     def value(self, value: Any, where: str) -> Any:
-        kinds = (
-            *PLAIN,
-            float,
-            list,
-            tuple,
-            dict,
-            collections.OrderedDict,
-            collections.deque,
-            torch.Tensor,
-            numpy.ndarray,
-        )
         # A parameter or buffer, or the id of one
         is_known = (value if type(value) is int else id(value)) in self.tensors
         is_hidden = issubclass(type(value), torch.nn.Module) and id(value) not in self.modules
-        if (type(value) not in kinds and not is_hidden) or is_known:
+        if (type(value) not in KINDS and not is_hidden) or is_known:
             raise Unnamed("nothing that a forward pass changes")
         return super().value(value, where)
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from lockstep.recorder import tree, wrapped
+from lockstep.recorder.allowed import package_of
+from lockstep.recorder.names import name_of
 
 PLAIN = (bool, int, float, str, type(None))
 # Attributes that a GradScaler sets. They are left out, as recorded gradients are divided by the scale.
@@ -32,12 +34,12 @@ def described(
     """
     names = {id(parameter): name for name, parameter in wrapped.named_parameters(model).items()}
     describing = tree.Describing(model)
-    describing.packages.add(tree.package_of(type(optimizer).__module__))
+    describing.packages.add(package_of(type(optimizer).__module__))
     describing.tensors |= names
     common = (bare().keys() | SCALED) - {"defaults"}
     attributes = {key: value for key, value in vars(optimizer).items() if key not in common}
     description: dict[str, Any] = {
-        "class": tree.name_of(type(optimizer)),
+        "class": name_of(type(optimizer)),
         "attributes": describing.values(attributes, ""),
         "groups": list(_groups(optimizer, describing, names)),
         "state": {},

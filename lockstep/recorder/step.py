@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
-from lockstep.recorder import parallelism, patches, tree, wrapped
+from lockstep.recorder import own_hooks, parallelism, patches, tree, wrapped
 from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
@@ -222,7 +222,7 @@ class StepRecorder:
             }
             extra = {
                 "surroundings": self.surroundings,
-                "own_hooks": tree.own_hooks(self.model, self.tree["left_out"]),
+                "own_hooks": own_hooks.own_hooks(self.model, self.tree["left_out"]),
             }
             write_model(self.folder, self.tree | extra, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)

@@ -29,15 +29,8 @@ from lockstep.ground import origin, user_file
 from lockstep.recorder import process_group
 from lockstep.recorder.allowed import PACKAGES, package_of
 from lockstep.recorder.module_state import OF_PROCESSES
-from lockstep.recorder.tree import (
-    MAIN,
-    TREE,
-    Describing,
-    Unnamed,
-    globals_of,
-    name_of,
-    named,
-)
+from lockstep.recorder.names import MAIN, globals_of, name_of, named
+from lockstep.recorder.tree import TREE, Describing, Unnamed
 
 # Packages that are not the user's own, wherever their files are
 NOT_OWN = {*PACKAGES, "lockstep", "transformers"}

@@ -9,14 +9,10 @@ import collections
 import contextlib
 import enum
 import functools
-import importlib
-import inspect
 import math
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -36,6 +32,7 @@ from lockstep.recorder import (
     quantized,
 )
 from lockstep.recorder.allowed import PACKAGES, is_allowed, package_of
+from lockstep.recorder.names import MAIN, globals_of, name_of, named, script_of, source_of
 from lockstep.recorder.script import Script, names_of
 from lockstep.recorder.wrapped import clean
 
@@ -48,8 +45,6 @@ OF_WRAPPERS = "__composable_api"
 MOST_OF_AN_ARRAY = 1 << 20
 # The package of hooks that compute a weight
 WEIGHT_HOOKS = "torch.nn.utils."
-# The script that runs, and the same in a process that it spawned
-MAIN = {"__main__", "__mp_main__"}
 PLAIN = (type(None), bool, int, str)
 # Types whose values are no objects with numbers and texts of their own
 NO_OBJECTS = (
@@ -74,7 +69,7 @@ def class_of(module: torch.nn.Module) -> type:
     if parametrize.is_parametrized(module):
         kind = parametrize.type_before_parametrizations(module)
     while (defined := named(kind)) is not kind or kind.__module__.startswith("torch.distributed"):
-        if local_classes.is_local(kind) and source_of(kind):
+        if local_classes.is_local(kind) and source_of(kind):  # type: ignore[arg-type] # classes have a hash
             return kind
         if isinstance(defined, type) and defined is not kind and issubclass(kind, defined):
             return defined
@@ -474,101 +469,6 @@ class Passed(torch.nn.Module):
 
 class Unnamed(Exception):
     """A value that JSON cannot name."""
-
-
-def source_of(kind: type) -> bytes:
-    """Return the file that defines a class, if it is none of an installed package; else b""."""
-    names = globals_of(kind) if kind.__module__ in MAIN else vars(sys.modules[kind.__module__])
-    path = script_of(names)
-    return path.read_bytes() if path.is_file() and not user_file.is_installed(path) else b""
-
-
-def name_of(value: Any) -> str:
-    """Return where a class or function is found: "module:NAME", or "/path/to/script.py:NAME" if the running script defines it."""
-    module = str(script_of(globals_of(value))) if value.__module__ in MAIN else value.__module__
-    return f"{module}:{_path_in_module(value)}"
-
-
-def _path_in_module(value: Any) -> str:
-    """Return NAME, or CLASS.NAME, of a class or function. One of C++, such as torch.tanh, may have another name than its qualified one."""
-    is_of_c = isinstance(value, types.BuiltinFunctionType) or type(value).__name__ == "pybind11_type"
-    return str(value.__name__ if is_of_c else value.__qualname__)
-
-
-def script_of(names: TREE) -> Path:
-    """Return the path of the script with this namespace. In a notebook, and with Python's -c, it is the path of no file."""
-    return Path(names.get("__file__") or "").absolute()
-
-
-def globals_of(value: Any) -> TREE:
-    """Return the namespace of the script that defines a class or function.
-
-    That is the script that runs, or globals that came with the value from another process, as with Ray's workers.
-    """
-    main = vars(sys.modules["__main__"])
-    if value.__name__ in main:
-        return main
-    found = (getattr(v, "__globals__", {}) for v in (value, *getattr(value, "__dict__", {}).values()))
-    return next((names for names in found if names.get("__name__") in MAIN), main)
-
-
-def named(value: Any) -> Any:
-    """Return what a file has under the name of a class or function; None if there is no such name."""
-    names = globals_of(value)
-    if value.__module__ in MAIN and not script_of(names).is_file():
-        return None
-    if names is not vars(sys.modules["__main__"]):
-        return None if "<locals>" in value.__qualname__ else value
-    try:
-        return attribute_of(importlib.import_module(value.__module__), _path_in_module(value))
-    except (AttributeError, ImportError, ValueError):
-        return None
-
-
-def attribute_of(module: types.ModuleType, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), module)
-
-
-def own_hooks(model: torch.nn.Module, left_out: list[str]) -> list[list[Any]]:
-    """Return the hooks that the model's own code has put on its modules, as of a model that keeps a hidden output.
-
-    They are methods of its modules, and functions that are defined inside of these. Each is [the module that has the hook, how it is
-    registered, the hook as JSON]. `left_out` is what the tree leaves out; hooks that use any of it, such as a file, are not returned.
-    """
-    describing = Describing(model)
-    unrecorded = {entry.partition(":")[0] for entry in left_out}
-    hooks: list[list[Any]] = []
-    for name, module in model.named_modules():
-        for register, by_number, with_keywords in (
-            ("register_forward_pre_hook", module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            ("register_forward_hook", module._forward_hooks, module._forward_hooks_with_kwargs),
-        ):
-            for number, hook in by_number.items():
-                if number in with_keywords or not _is_own(hook, model):
-                    continue
-                known = (
-                    [hook.__self__]
-                    if isinstance(hook, types.MethodType)
-                    else functions.enclosed(hook).values()
-                )
-                owners = [describing.modules[id(value)] for value in known if id(value) in describing.modules]
-                read = {f"{owner}.{key}" for owner in owners for key in hook.__code__.co_names}
-                with contextlib.suppress(Unnamed):
-                    value = describing.value(hook, name)
-                    if unrecorded.isdisjoint(read) and not describing.attributes:
-                        hooks.append([clean(name), register, value])
-    return hooks
-
-
-def _is_own(hook: Any, model: torch.nn.Module) -> bool:
-    """Whether a hook is a method of one of the model's modules, or a function that is defined inside of one."""
-    if isinstance(hook, types.MethodType):
-        return inspect.getattr_static(type(hook.__self__), hook.__name__, None) is hook.__func__
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    return functions.is_nameless(hook) and any(
-        hook.__module__ == kind.__module__ and hook.__qualname__.startswith(f"{kind.__qualname__}.")
-        for kind in kinds
-    )
 
 
 def describe(model: torch.nn.Module) -> tuple[TREE, dict[str, torch.Tensor]]:
