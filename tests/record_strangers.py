@@ -1668,9 +1668,6 @@ class Complex(Own):
     def made(self):
         return Turned()
 
-    def wrap(self, net):
-        return net
-
     def own_loss(self, given):
         return self.wrapped(given[0]).abs().mean()
 

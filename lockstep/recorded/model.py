@@ -17,6 +17,7 @@ from lockstep.ground.errors import UserError
 from lockstep.inputs.weights import perturbed
 from lockstep.recorded.streamed import Context, Streamed
 from lockstep.recorder import building
+from lockstep.recorder.complex_numbers import as_real, in_width, like
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
@@ -65,7 +66,7 @@ class Model(Passes):
             if "gradient_checkpointing" in vars(module):
                 vars(module).update(gradient_checkpointing=False)
         self.state = state_of(self.model)
-        self.all_wide = {parameter.dtype for parameter in self.model.parameters()} == {torch.float64}
+        self.all_wide = {as_real(parameter).dtype for parameter in self.model.parameters()} == {torch.float64}
         given = Lazy(weights, self._weight_of)
         units = Streamed(self.model, given, self._again) if streamed else None
         building.give(self.model, given if units is None else units.outside(self._computed_in))
@@ -78,7 +79,7 @@ class Model(Passes):
             make_exact(self.model, _tables(self.model))
         frozen = set(recording.steps[step - 1][0].frozen)
         for name, parameter in self.model.named_parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
         # Integer outputs of modules, as they were returned
@@ -103,6 +104,7 @@ class Model(Passes):
             # Autocast rounds the perturbed weight once more.
             size = torch.finfo(dtype_of(autocast)).eps / 4 if autocast else torch.finfo(weight.dtype).eps / 2
             weight = perturbed(weight, generator, size)
+        weight = like(weight, self.recording.skeleton.get_parameter(name))
         order = self.recording.steps[self.step - 1][0].orders.get(name)
         return in_order(weight, order) if order else weight
 
@@ -304,9 +306,9 @@ class Model(Passes):
         In the reference, those of floating point are in float64, too. In the yardstick of a run in float64, they are in float32.
         """
         return tensors | {
-            name: tensor.double() if self.exact else tensor.float() if self.all_wide else tensor
+            name: in_width(tensor, torch.float64 if self.exact else torch.float32)
             for name, tensor in tensors.items()
-            if tensor.is_floating_point()
+            if self.exact or self.all_wide
         }
 
     @contextlib.contextmanager

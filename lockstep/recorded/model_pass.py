@@ -14,6 +14,7 @@ from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.streamed import Streamed
+from lockstep.recorder.complex_numbers import as_real, like
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
@@ -49,6 +50,7 @@ class _GradientsOnDisk:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         earlier = self.kept.get(name)
+        tensor = as_real(tensor)
         gradient = tensor.to_dense() if earlier is None else earlier + tensor
         if gradient.numel():
             largest = torch.linalg.vector_norm(gradient, torch.inf)
@@ -291,7 +293,8 @@ class ModelPass(Model):
             returned = {name: micro_batch.piece.cut(tensor) for name, tensor in returned.items()}
         micro_batch.add_zero_chunks(returned)
         grads = {
-            name: gradient.to(returned[name].dtype) for name, gradient in micro_batch.output_gradients.items()
+            name: like(gradient, returned[name]).to(returned[name].dtype)
+            for name, gradient in micro_batch.output_gradients.items()
         }
         grads |= {
             name: returned[name].new_tensor(number) for name, number in micro_batch.record.scalars.items()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from lockstep.ground.errors import communicates, first_line
 from lockstep.recorder.allowed import package_of
 from lockstep.recorder.building import Building
+from lockstep.recorder.complex_numbers import as_real, in_width, like
 from lockstep.recorder.optimizers import bare, tensors_of
 from lockstep.recorder.recorded_step import Optimizer
 from lockstep.recorder.recording import Recording
@@ -48,8 +49,13 @@ class Stepped:
         self.optimizer, self.parameters = optimizer, parameters
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state of a parameter, by KEY. Numbers are returned as tensors."""
-        return tensors_of(self.optimizer.state.get(self.parameters[name], {}))
+        """Return the optimizer's state of a parameter, by KEY. Numbers are returned as tensors, and complex ones as pairs."""
+        state = tensors_of(self.optimizer.state.get(self.parameters[name], {}))
+        return {key: as_real(value) for key, value in state.items()}
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return a parameter. Complex numbers are pairs."""
+        return as_real(self.parameters[name].detach())
 
     def settings(self, name: str) -> dict[str, Any]:
         parameter = self.parameters[name]
@@ -106,8 +112,10 @@ class Replay:
         for name in names:
             weight = self.weights[name]
             dtype = torch.float64 if exact and weight.is_floating_point() else weight.dtype
-            parameters[name] = torch.nn.Parameter(weight.to(dtype, copy=True))
+            parameter = self.recording.skeleton.get_parameter(name)
+            parameters[name] = torch.nn.Parameter(like(weight.to(dtype, copy=True), parameter))
             gradient = self.gradients[name].to(dtype, copy=True).mul_(self.clipped * (1 + moved))
+            gradient = like(gradient, parameter)
             # SparseAdam updates only the rows that have a gradient.
             parameters[name].grad = gradient.to_sparse(1) if self.kind is torch.optim.SparseAdam else gradient
         with _as_cannot_step():
@@ -146,9 +154,6 @@ class Replay:
         """Whether the class is one of torch's. The update of a parameter then needs no other parameter."""
         return self.kind.__module__.startswith("torch.optim")
 
-    def _cast(self, tensor: torch.Tensor, exact: bool) -> torch.Tensor:
-        return tensor.double() if exact and tensor.is_floating_point() else tensor
-
     def _build_optimizer(self, building: Building, exact: bool, moved: float) -> torch.optim.Optimizer:
         """Return the optimizer as it was before the step. `exact` and `moved` are those of `step`.
 
@@ -163,8 +168,9 @@ class Replay:
 
             def tensor(key: str) -> torch.Tensor:
                 whole = self.recording.whole(self.number, f"{kind}/{key}/{owner}")[0]
-                value = self._cast(whole, exact).clone()
-                return value * factor if factor != 1 and value.ndim and value.is_floating_point() else value
+                value = (in_width(whole, torch.float64) if exact else whole).clone()
+                value = value * factor if factor != 1 and value.ndim and value.is_floating_point() else value
+                return like(value, building.parameters[owner]) if kind == "state" else value
 
             return tensor
 

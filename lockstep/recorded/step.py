@@ -22,6 +22,7 @@ from lockstep.recorded.loss_weights import LossWeights
 from lockstep.recorded.model import tf32_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
+from lockstep.recorder.complex_numbers import as_real
 from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
@@ -59,7 +60,8 @@ def judge(
 def bytes_to_judge(recording: Recording) -> int:
     """Return about how many bytes it takes to judge a step if the model is computed as a whole."""
     # The weights in float64 and as the model has them; gradients, and what is computed in between, need memory, too.
-    return 4 * sum(weight.numel() * (8 + weight.itemsize) for weight in recording.skeleton.parameters())
+    weights = map(as_real, recording.skeleton.parameters())
+    return 4 * sum(weight.numel() * (8 + weight.itemsize) for weight in weights)
 
 
 def _why_unusable(gradients: Gradients) -> str:
@@ -148,11 +150,6 @@ class _Step:
     def judge(self, expect: str | None) -> StepVerdict:
         verdict, ranks = self.verdict, self.rank_checks
         weights, gradients = ranks.agreed("weight"), ranks.agreed("gradient")
-        name = next((name for name, weight in weights.items() if weight.is_complex()), None)
-        if name is not None:
-            raise UserError(
-                f"{name} is complex, and what is computed with such parameters cannot be judged yet"
-            )
         self._require_shapes(weights)
         if self.ranks[0].hooked:
             verdict.notes.append(
@@ -242,7 +239,8 @@ class _Step:
 
     def _require_shapes(self, weights: Gradients) -> None:
         """Raise UserError for a weight that has another shape than when the recording began."""
-        shapes = {name: parameter.shape for name, parameter in self.recording.skeleton.named_parameters()}
+        named = self.recording.skeleton.named_parameters()
+        shapes = {name: as_real(parameter).shape for name, parameter in named}
         name = next((name for name, w in weights.items() if w.shape != shapes.get(name, w.shape)), None)
         if name is not None:
             raise UserError(
@@ -391,7 +389,7 @@ class _Step:
         )
         distances = {row.name: row.distance for row in self.verdict.rows if row.kind == "gradient"}
         entries = {
-            f"gradient/{name}": {"shape": list(parameter.shape), "dtype": "F64"}
+            f"gradient/{name}": {"shape": list(as_real(parameter).shape), "dtype": "F64"}
             for name, parameter in self.recording.skeleton.named_parameters()
         }
         zeros = zeros_of(distances, entries, self.verdict.precision)

@@ -43,7 +43,7 @@ def _weights_in(unit: torch.nn.Module) -> list[Place]:
         (module, key, weight)
         for module in unit.modules()
         for key, weight in module._parameters.items()
-        if weight is not None and weight.is_floating_point()
+        if weight is not None and (weight.is_floating_point() or weight.is_complex())
     ]
 
 

@@ -284,9 +284,7 @@ class _Updates:
         if not any(row.too_far for row in rows):
             return rows
         tensors = [
-            tensor
-            for name in names
-            for tensor in (yardstick.parameters[name], *yardstick.state(name).values())
+            tensor for name in names for tensor in (yardstick.value(name), *yardstick.state(name).values())
         ]
         moved = UPDATE_OF_CHANGE * max(
             torch.finfo(tensor.dtype).eps / 2 for tensor in tensors if tensor.is_floating_point()
@@ -298,11 +296,11 @@ class _Updates:
         rows = []
         for name in names:
             states = [stepped.state(name) for stepped in references]
-            values = [stepped.parameters[name].detach() for stepped in references]
+            values = [stepped.value(name) for stepped in references]
             own, weight, yardstick_value = (
                 self.updated[name],
                 self.replay.weights[name],
-                yardstick.parameters[name].detach(),
+                yardstick.value(name),
             )
             if not all(math.isfinite(float(w.sum())) for w in values) and bool(own.isfinite().all()):
                 raise CannotStep("in float64, its step gives numbers that are not finite")

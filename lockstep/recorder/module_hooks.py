@@ -190,7 +190,7 @@ class ModuleHooks:
         replacements: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(call_name, output):
             # What is not of floating point is kept, too, such as which experts a router chose.
-            is_choice = self.inside and not tensor.is_floating_point()
+            is_choice = self.inside and not (tensor.is_floating_point() or tensor.is_complex())
             # The zeros of a dropout's output show which elements it dropped.
             is_choice |= self.inside and isinstance(module, torch.nn.Dropout)
             if name in self.passed_on or not (tensor.requires_grad or is_choice) or tensor.is_sparse:

@@ -28,6 +28,7 @@ class PlainShards:
             ]
             for name, tensor in named_parameters(model).items()
             if type(tensor.data) is torch.Tensor and tensor.device.type != "meta" and tensor.numel()
+            if not tensor.is_complex()
         }
         # The runs that are known, by the name of the parameter
         self.found: dict[str, list[Runs]] = {}

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 8
+FORMAT = 9
 Plain = bool | int | MayBreakDown | str | None
 
 

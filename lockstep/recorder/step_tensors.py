@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.ground.blocks import blocks, pieces
 from lockstep.ground.errors import UserError
 from lockstep.recorder import quantized
+from lockstep.recorder.complex_numbers import as_real
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.plain_shards import PlainShards
 
@@ -40,6 +41,7 @@ class StepTensors:
         """Keep this rank's blocks of a tensor, and where they lie in the whole.
 
         `added`: add them to what was kept before. `written`: keep the values, too; False if they are written elsewhere.
+        Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
         """
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -48,12 +50,13 @@ class StepTensors:
         runs = self.plain_shards.runs(last_name, tensor)
         parts = pieces(tensor.detach()) if runs is None else blocks(tensor.detach(), runs)
         full = tensor.shape if runs is None else self.plain_shards.shapes[last_name]
+        pair = [2] if tensor.is_complex() else []
         places = []
         for number, (start, block) in enumerate(parts):
             if written:
-                self.keep(f"{name}#{number}", block, added=added)
-            places.append({"start": list(start), "shape": list(block.shape)})
-        self.places[name] = [{"full": list(full)}, *places]
+                self.keep(f"{name}#{number}", as_real(block), added=added)
+            places.append({"start": [*start, *[0] * len(pair)], "shape": [*block.shape, *pair]})
+        self.places[name] = [{"full": [*full, *pair]}, *places]
 
     def forget(self, prefix: str) -> None:
         """Drop the tensors whose names begin with `prefix`."""
@@ -107,6 +110,12 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy to be written. Raises UserError for complex128, which safetensors cannot write; pairs of real numbers it can."""
+    if tensor.dtype is torch.complex128:
+        raise UserError(
+            f"a complex128 tensor of shape {[*tensor.shape]}, which the model is given or keeps beside its parameters, cannot be recorded: "
+            "record the training in complex64"
+        )
     return tensor.detach().cpu().contiguous().clone()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep.recorder.complex_numbers import as_real, like
 from lockstep.recorder.module_hooks import ModuleHooks
 from lockstep.verdict.float64 import Taken
 from lockstep.verdict.mean_over import Mean
@@ -61,12 +62,14 @@ class Passes:
         self.hooks = ModuleHooks(model, "*", self.keep, self.instead)
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        self.modules[name] = tensor.detach().clone()
+        self.modules[name] = as_real(tensor.detach().clone())
 
     def instead(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor that takes the place of the computed one; None if there is none."""
         written = self.written.get(name)
-        if written is None or written.shape != tensor.shape or not tensor.is_floating_point():
+        written = None if written is None else like(written, tensor)
+        is_comparable = tensor.is_floating_point() or tensor.is_complex()
+        if written is None or written.shape != tensor.shape or not is_comparable:
             return None
         return _like(tensor, written) if name.startswith("backward/") else _Replace.apply(tensor, written)
 
@@ -77,7 +80,8 @@ class _Replace(torch.autograd.Function):
     @staticmethod
     def forward(_context: Any, tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Return `found`. The yardstick keeps its dtype if that is lower, so that what follows rounds as in the run."""
-        is_lower = found.dtype.itemsize < tensor.dtype.itemsize and tensor.dtype is not torch.float64
+        is_exact = tensor.dtype in (torch.float64, torch.complex128)
+        is_lower = found.dtype.itemsize < tensor.dtype.itemsize and not is_exact
         return _like(tensor.to(found.dtype) if is_lower else tensor, found)
 
     @staticmethod

@@ -11,7 +11,7 @@ differs. So the reference can be told what a run chose. It then reports how far 
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -26,8 +26,16 @@ from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
 from lockstep.verdict.draws import drawn_in, is_drawing
 
-LOWER = (torch.float32, torch.bfloat16, torch.float16)
-CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+# Dtypes, and methods that cast to them: what each is in float64
+WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+LOWER = {torch.bfloat16: torch.float64, torch.float16: torch.float64}
+CASTS = {
+    torch.Tensor.float: torch.Tensor.double,
+    torch.Tensor.bfloat16: torch.Tensor.double,
+    torch.Tensor.half: torch.Tensor.double,
+    torch.Tensor.cfloat: torch.Tensor.cdouble,
+}
+NARROWER = {wide: narrow for narrow, wide in WIDER.items()}
 Place = tuple[CodeType, int, int]  # code, an instruction in it, and how many times it was there
 # Modules that are not the model's code: those of the mode itself, and packages whose own code must know the real dtype
 OF_MODES = (__name__, CountsTopk.__module__)
@@ -220,9 +228,10 @@ class Float64(Told):
     """
 
     lowered = False
-    narrow: tuple[torch.dtype, ...] = LOWER
     wide = torch.float64
-    casts: tuple[Function, ...] = CASTS
+    # What dtypes, and methods that cast, mean inside
+    meanings: dict[torch.dtype, torch.dtype] = {**WIDER, **LOWER}
+    casts: dict[Function, Function] = CASTS
 
     def __enter__(self) -> "Float64":
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
@@ -241,8 +250,8 @@ class Float64(Told):
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         if function in self.casts:
-            self.lowered |= function is not torch.Tensor.float
-            function = torch.Tensor.double if self.wide is torch.float64 else torch.Tensor.float
+            self.lowered |= function in (torch.Tensor.bfloat16, torch.Tensor.half)
+            function = self.casts[function]
         # No function of torch takes a dtype inside of another argument
         args = tuple(map(self._widened, args))
         kwargs = {name: self._widened(value) for name, value in kwargs.items()}
@@ -262,25 +271,24 @@ class Float64(Told):
         return drawn_in(self.dtypes.get(number, torch.float32), function, args, kwargs)
 
     def _widened(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.dtype) or leaf not in self.narrow:
+        if not isinstance(leaf, torch.dtype) or leaf not in self.meanings:
             return leaf
-        self.lowered |= leaf is not torch.float32
-        return self.wide
+        self.lowered |= leaf in LOWER
+        return self.meanings[leaf]
 
     def _of_one_width(self, args: Given, kwargs: Named) -> tuple[Any, Named]:
         """Return the arguments, with float32 tensors in float64 if another one is. Such may be a constant of the model's file."""
         dtypes = {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
-        if self.wide not in dtypes or dtypes.isdisjoint(self.narrow):
+        if dtypes.isdisjoint(self.meanings.values()) or dtypes.isdisjoint(self.meanings):
             return args, kwargs
-        wide_dtypes = (self.wide,) * len(self.narrow)
-        return tuple(_cast(args, self.narrow, wide_dtypes)), _cast(kwargs, self.narrow, wide_dtypes)
+        return tuple(_cast(args, self.meanings)), _cast(kwargs, self.meanings)
 
 
 class Float32(Float64):
     """The yardstick's mode for a run in float64: inside, torch.float64 means torch.float32."""
 
-    narrow, wide = (torch.float64,), torch.float32
-    casts = (torch.Tensor.double,)
+    wide, meanings = torch.float32, NARROWER
+    casts = {torch.Tensor.double: torch.Tensor.float, torch.Tensor.cdouble: torch.Tensor.cfloat}
 
 
 def _on_cpu(value: Any) -> Any:
@@ -319,8 +327,8 @@ def _keep_float32(module: torch.nn.Module) -> None:
         torch.set_default_dtype(torch.float32)
         try:
             with torch._C.DisableTorchFunction():
-                narrow_args, narrow_kwargs = _cast((args, kwargs), WIDE, NARROW)
-                output = _cast(forward(*narrow_args, **narrow_kwargs), NARROW, WIDE)
+                narrow_args, narrow_kwargs = _cast((args, kwargs), NARROWER)
+                output = _cast(forward(*narrow_args, **narrow_kwargs), WIDER)
         finally:
             torch.set_default_dtype(default)
         if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output)):
@@ -333,12 +341,8 @@ def _keep_float32(module: torch.nn.Module) -> None:
     module.forward = as_in_a_run
 
 
-NARROW, WIDE = (torch.float32, torch.complex64), (torch.float64, torch.complex128)
-
-
-def _cast(values: Any, old_dtypes: tuple[torch.dtype, ...], new_dtypes: tuple[torch.dtype, ...]) -> Any:
-    """Return the values, with tensors of each old dtype in the new one."""
-    to = dict(zip(old_dtypes, new_dtypes, strict=True))
+def _cast(values: Any, to: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """Return the values, with tensors of each dtype of `to` in the one that it says."""
     return tree_map(
         lambda leaf: leaf.to(to[leaf.dtype]) if isinstance(leaf, torch.Tensor) and leaf.dtype in to else leaf,
         values,

@@ -53,7 +53,8 @@ RIGHT = {
         ("PartInDDP", "Sparse", "GivenAgain", "GivesColumnsAgain", "Chunked", "OddInput", "Hooked"), NOT_SEEN
     ),
     **dict.fromkeys(
-        ("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks", "SeveralMeshes"), NOT_JUDGED
+        ("SharedOut", "InBackward", "CompiledStep", "ClippedByHand", "OfTasks", "SeveralMeshes", "Complex"),
+        NOT_JUDGED,
     ),
     "AdversaryEachTime": f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 6",
     "MeanTeacher": NOT_SEEN,
@@ -218,7 +219,6 @@ REFUSED = {
     "Copies": "no parameter has a gradient other than zero, and the optimizer holds 6 tensors that are none of the model's",
     "Zeros": "no gradient other than zero arises in the recorded steps",
     "Penalty": "is differentiated again (create_graph=True), as by a gradient penalty",
-    "Complex": "weight is complex",
     "NoLabels": "micro batch 0 of rank 0 has no finite gradient in the reference",
     "ShardReturned": "what the model returns as 0 is of shape (4, 2) in the run, and (4, 4) in one process, so each rank is given a shard of it",
     "LossFails": "--loss: KeyError: 'labels'; the recorded tensors are values, one, two, and lockstep.record.batch(...) adds others",
