@@ -170,7 +170,7 @@ class Replay:
                 whole = self.recording.whole(self.number, f"{kind}/{key}/{owner}")[0]
                 value = (in_width(whole, torch.float64) if exact else whole).clone()
                 value = value * factor if factor != 1 and value.ndim and value.is_floating_point() else value
-                return like(value, building.parameters[owner]) if kind == "state" else value
+                return like(value, building.parameters[str(owner)]) if kind == "state" else value
 
             return tensor
 

@@ -26,6 +26,8 @@ from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
 from lockstep.verdict.draws import drawn_in, is_drawing
 
+# mypy does not know them.
+CFLOAT, CDOUBLE = (getattr(torch.Tensor, name) for name in ("cfloat", "cdouble"))
 # Dtypes, and methods that cast to them: what each is in float64
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 LOWER = {torch.bfloat16: torch.float64, torch.float16: torch.float64}
@@ -33,7 +35,7 @@ CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.bfloat16: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
-    torch.Tensor.cfloat: torch.Tensor.cdouble,
+    CFLOAT: CDOUBLE,
 }
 NARROWER = {wide: narrow for narrow, wide in WIDER.items()}
 Place = tuple[CodeType, int, int]  # code, an instruction in it, and how many times it was there
@@ -288,7 +290,7 @@ class Float32(Float64):
     """The yardstick's mode for a run in float64: inside, torch.float64 means torch.float32."""
 
     wide, meanings = torch.float32, NARROWER
-    casts = {torch.Tensor.double: torch.Tensor.float, torch.Tensor.cdouble: torch.Tensor.cfloat}
+    casts = {torch.Tensor.double: torch.Tensor.float, CDOUBLE: CFLOAT}
 
 
 def _on_cpu(value: Any) -> Any:
