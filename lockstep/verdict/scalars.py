@@ -37,15 +37,32 @@ class Loss:
     moved: dict[str, float] = field(default_factory=dict)
 
     def problem(self, run: str, baseline: str) -> str:
-        """Return what is wrong with the loss of a run, in words; "" if nothing is."""
+        """Return what is wrong with the loss of a run, in words; "" if nothing is.
+
+        Where a run and the baseline differ, and the run alone is near its reference, the baseline is to blame.
+        """
         loss = self.by_strategy[run]
-        checks = [(self.by_strategy[baseline] + self.moved.get(run, 0.0), baseline, self.tolerated)]
+        blamed_for = [] if self._is_exact(baseline) else [*filter(self._is_exact, self.by_strategy)]
+        checks = []
+        if run == baseline and any(self._is_apart(other, baseline) for other in blamed_for):
+            checks.append((self.exact[run], "the reference", self.tolerated))
+        elif run not in blamed_for:
+            base = self.by_strategy[baseline] + self.moved.get(run, 0.0)
+            checks.append((base, baseline, self.tolerated))
         if run in self.exact:
             checks.append((self.exact[run], "the reference", self.limit))
         for base, whose, tolerated in checks:
             if not abs(loss - base) <= tolerated:  # a NaN fails
                 return f"is {loss:.9f}, {whose}'s is {base:.9f}; {tolerated:.1e} is tolerated"
         return ""
+
+    def _is_exact(self, run: str) -> bool:
+        """Whether a run's loss is as near its reference as two runs must be to each other."""
+        return run in self.exact and abs(self.by_strategy[run] - self.exact[run]) <= self.tolerated
+
+    def _is_apart(self, run: str, baseline: str) -> bool:
+        base = self.by_strategy[baseline] + self.moved.get(run, 0.0)
+        return not abs(self.by_strategy[run] - base) <= self.tolerated
 
 
 def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: Dumps) -> list[Loss]:

@@ -210,6 +210,28 @@ def test_the_loss_of_every_run_against_its_own_reference(loss, verdict):
         assert outcome([row(1e-7)], losses, baseline="fsdp") == expected
 
 
+@pytest.mark.parametrize(
+    "ddp, fsdp, blamed",
+    [
+        (7.0, 7.0000005, ""),
+        (7.00001, 7.0000005, "ddp"),
+        (7.1, 7.0000005, "ddp"),
+        (math.nan, 7.0, "ddp"),
+        (7.0, 7.00001, "fsdp"),
+        (7.0000009, 6.9999995, "fsdp"),  # both are near the reference
+        (7.00001, 6.99999, "fsdp"),
+        (7.1, 7.2, "ddp fsdp"),
+        (7.00001, 7.00001, ""),
+    ],
+)
+def test_where_the_losses_of_two_runs_differ_the_one_that_is_off_is_blamed(ddp, fsdp, blamed):
+    losses = [
+        Loss(1, 0, 7.0, {"ddp": ddp, "fsdp": fsdp}, 1e-6, {"ddp": 7.0, "fsdp": 7.0}, 7.0 * LIMIT["fp32"])
+    ]
+    failed = [run for run in ("ddp", "fsdp") if any(loss.problem(run, "ddp") for loss in losses)]
+    assert " ".join(failed) == blamed
+
+
 def test_a_tensor_that_is_zero_in_exact_arithmetic_may_be_noise():
     """As the gradients of queries and keys over a single position. It is not judged, and may not be more than noise."""
     noise, zero = Size(1e-6, 1e-7), size(1e-7, 0.0)
