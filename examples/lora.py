@@ -1,6 +1,6 @@
 """LoRA by peft: adapters are trained, the model under them is frozen (docs/models.md).
 
-python run_verification.py --model examples/lora.py:make_model --strategies ddp,fsdp@tp1
+python run_verification.py --model examples/lora.py:make_model --strategies ddp,fsdp@tp1xdp2
 """
 
 import torch

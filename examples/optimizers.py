@@ -1,7 +1,7 @@
 """Optimizers of one's own (docs/models.md).
 
-python run_verification.py --optimizer examples/optimizers.py:muon --strategies ddp,fsdp@tp1
-python run_verification.py --optimizer Adafactor --strategies ddp,fsdp@tp1
+python run_verification.py --optimizer examples/optimizers.py:muon --strategies ddp,fsdp@tp1xdp2
+python run_verification.py --optimizer Adafactor --strategies ddp,fsdp@tp1xdp2
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A model that is not of transformers (docs/models.md).
 
-python run_verification.py --model examples/own_model.py:make_model --seq_length 64 --strategies ddp,fsdp@tp1
+python run_verification.py --model examples/own_model.py:make_model --seq_length 64 --strategies ddp,fsdp@tp1xdp2
 """
 
 import torch

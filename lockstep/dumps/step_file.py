@@ -4,6 +4,7 @@ Every rank writes its parts into the one file, at their places. Nothing is gathe
 module needs torch, but no process group. lockstep/dumps/dump.py reads the file.
 """
 
+import ctypes
 import hashlib
 import json
 import math
@@ -89,7 +90,7 @@ class StepWriter:
         """Record this rank's part of a tensor, and write it if this rank is its writer."""
         slot = self.slots[name]
         local = local.detach().cpu().contiguous()
-        data = local.reshape(-1).view(torch.uint8).numpy()
+        data = _bytes_of(local)
         part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data.data).hexdigest())
         if is_writer:
             itemsize = slot.dtype.itemsize
@@ -173,6 +174,17 @@ def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int
             weights *= block
             total += int(weights.sum(dtype=np.uint64))
     return total % 2**64
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a contiguous tensor, flat, not copied.
+
+    After `Tensor.numpy()` a storage can no longer be resized. FSDP2 resizes those of gathered weights, of which a module may return a part.
+    """
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    address = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_ubyte))
+    return np.ctypeslib.as_array(address, (tensor.nbytes,))
 
 
 def _runs(

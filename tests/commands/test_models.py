@@ -237,6 +237,30 @@ class Recurrent(torch.nn.Module):
 
 class OfAScalar(Recurrent):
     shape = ()
+
+
+class Positions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, length):
+        return self.table[:length]
+
+
+class OfAPart(torch.nn.Module):
+    \"\"\"A module returns a part of its weight, as learned positions do.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.positions = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256), Positions()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids) + self.positions(input_ids.shape[1])
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 """
 
 
@@ -245,6 +269,7 @@ class OfAScalar(Recurrent):
     [
         ("Recurrent", "layer", "layers.0 is a ModuleList, which is never called"),
         ("Recurrent", "model", ""),
+        ("OfAPart", "layer", ""),
         (
             "OfAScalar",
             "model",
@@ -252,7 +277,7 @@ class OfAScalar(Recurrent):
         ),
     ],
 )
-def test_what_fsdp_cannot_shard(tmp_path, name, wrap, said):
+def test_models_of_unusual_shape_under_fsdp(tmp_path, name, wrap, said):
     (tmp_path / "unusual.py").write_text(UNUSUAL)
     done = in_process(
         "run_verification.py",
