@@ -90,6 +90,8 @@ class StepWriter:
         """Record this rank's part of a tensor, and write it if this rank is its writer."""
         slot = self.slots[name]
         local = local.detach().cpu().contiguous()
+        # What a collective returns has no memory before it is waited for.
+        local = local if type(local) is torch.Tensor else local.clone()
         data = _bytes_of(local)
         part = Part(tuple(start), tuple(local.shape), hashlib.sha256(data.data).hexdigest())
         if is_writer:
@@ -177,7 +179,7 @@ def _checksum_of_runs(runs: np.ndarray, itemsize: int, first: np.ndarray) -> int
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a contiguous tensor, flat, not copied.
+    """Return the bytes of a contiguous tensor, flat, not copied: they are there as long as the tensor is.
 
     After `Tensor.numpy()` a storage can no longer be resized. FSDP2 resizes those of gathered weights, of which a module may return a part.
     """
