@@ -230,6 +230,8 @@ class Model(Passes):
         calls = self.calls_of_topk or {}
         choices = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = make(choices, self.widths)
+        if isinstance(self.mode, Float32):
+            self.mode.default_dtype = dtype_of(self.recording.origin.default_dtype)
         self.mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
         self.mode.entropies = [] if self.exact else None
         if self.recording.origin.device != "cpu":

@@ -210,7 +210,7 @@ class _Step:
             or self.calls.drawn_apart()
         ):
             return verdict
-        dtypes = {parameter.dtype for parameter in self.recording.skeleton.parameters()}
+        dtypes = {as_real(parameter).dtype for parameter in self.recording.skeleton.parameters()}
         for micro_batch in self.micro:
             draws.require_known(micro_batch, self.ranks[0].data_parallel, dtypes)
         nominal, after_modules = self._judge_free(weights, expect)

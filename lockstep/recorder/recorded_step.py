@@ -20,6 +20,7 @@ class Origin(Strict):
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
     tf32: list[Name] = []  # the float32 operations that a GPU computes in TF32
+    default_dtype: Name = "torch.float32"  # of torch, when the first step was written
     date: str = ""
     versions: dict[Name, Name] = {}
 

@@ -219,6 +219,7 @@ class StepRecorder:
                 "device": str(next(self.model.parameters()).device),
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
+                "default_dtype": str(torch.get_default_dtype()),
             }
             extra = {
                 "surroundings": self.surroundings,

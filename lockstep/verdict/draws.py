@@ -104,8 +104,17 @@ def is_drawing(function: Function) -> bool:
     return getattr(function, "__name__", "") in DRAWING
 
 
-def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named) -> Any:
-    """Return what a drawing function returns in this dtype, as float64.
+def has_dtype(args: Given, kwargs: Named) -> bool:
+    """Whether a call says in which dtype it draws. `torch.normal` of tensors draws in their dtype."""
+    return kwargs.get("dtype") is not None or any(
+        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in (*args, *kwargs.values())
+    )
+
+
+def drawn_in(
+    dtype: torch.dtype, function: Function, args: Given, kwargs: Named, wide: torch.dtype = torch.float64
+) -> Any:
+    """Return what a drawing function returns in this dtype, as `wide`, the dtype that a pass computes in.
 
     Raises UserError for a function that cannot be told the dtype.
     """
@@ -115,22 +124,18 @@ def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named)
         )
 
     def narrow(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == wide:
             return leaf.detach().to(dtype)
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
-    # `torch.normal` of tensors draws in their dtype.
-    has_dtype = narrow_kwargs.get("dtype") is not None or any(
-        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in (*args, *kwargs.values())
-    )
-    if function.__name__ in FACTORIES and not has_dtype:
+    if function.__name__ in FACTORIES and not has_dtype(args, kwargs):
         narrow_kwargs["dtype"] = dtype
     drawn = function(*narrow_args, **narrow_kwargs)
     if function.__name__ in IN_PLACE:
         with torch.no_grad():
             return (*args, *kwargs.values())[0].copy_(drawn)
-    return drawn.double() if drawn.is_floating_point() else drawn
+    return drawn.to(wide) if drawn.is_floating_point() else drawn
 
 
 def require_known(micro_batch: JoinedMicroBatch, data_parallel: list[int], dtypes: set[torch.dtype]) -> None:
@@ -145,8 +150,8 @@ def require_known(micro_batch: JoinedMicroBatch, data_parallel: list[int], dtype
         reason = "by code that torch.compile made"
     elif micro_batch.piece is not None or not {*micro_batch.ranks[1:]} <= {*data_parallel}:
         reason = "by each of several ranks that have parts of its samples or of the model"
-    elif torch.float64 in dtypes:
-        reason = "in float64"
+    elif torch.float64 in dtypes and len(dtypes) > 1:
+        reason = "by a model with weights in float64 and others"
     if reason:
         raise UserError(
             f"random numbers were drawn in the forward pass over micro batch {micro_batch.number} {reason}, and the reference would draw others; {INSTEAD}"

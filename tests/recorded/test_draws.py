@@ -27,6 +27,7 @@ KINDS = {
     "like": lambda x: x + torch.randn_like(x),
     "factory": lambda x: x * torch.rand(len(x), 1, 1).lt(0.8) + torch.rand(1),
     "factory of numbers": lambda x: x + torch.normal(0.0, 0.1, x.shape),
+    "in float32": lambda x: x + torch.randn(x.shape, dtype=torch.float32),
     "mask": lambda x: x * torch.empty_like(x, dtype=torch.bool).bernoulli_(0.8),
     "in place": lambda x: x + torch.empty_like(x).exponential_(),
     "distribution": lambda x: x + torch.distributions.Normal(x, 0.1).rsample(),
@@ -58,9 +59,11 @@ class Net(torch.nn.Module):
         return self.head(KINDS[self.kind](self.lstm(x)[0]))
 
 
-def recorded(folder, kind="dropout", *, autocast=False, recompute=False, wrap=lambda net: net):
+def recorded(
+    folder, kind="dropout", *, autocast=False, recompute=False, wrap=lambda net: net, dtype=torch.float32
+):
     torch.manual_seed(0)
-    net = Net(kind, recompute)
+    net = Net(kind, recompute).to(dtype)
     wrapped = wrap(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     with lockstep.record(net, folder):
@@ -69,7 +72,8 @@ def recorded(folder, kind="dropout", *, autocast=False, recompute=False, wrap=la
             for _ in range(2):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     logits = wrapped(torch.randint(0, 32, (4, 9))).flatten(0, 1)
-                (F.cross_entropy(logits.float(), torch.randint(0, 32, (len(logits),))) / 2).backward()
+                logits = logits.float() if autocast else logits
+                (F.cross_entropy(logits, torch.randint(0, 32, (len(logits),))) / 2).backward()
             optimizer.step()
     return folder
 
@@ -102,6 +106,20 @@ IN_AUTOCAST = pytest.param(
 def test_what_is_drawn_is_drawn_again(tmp_path, capsys, kind, autocast):
     status, said = judged(recorded(tmp_path, kind, autocast=autocast), capsys)
     assert status == 0 and said.startswith("PASS: 2 steps"), said
+
+
+@pytest.fixture(params=[torch.float32, torch.float64])
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hidden", "of its own")])
+def test_what_is_drawn_in_float64(tmp_path, capsys, kind, default_dtype):
+    status, said = judged(recorded(tmp_path, kind, dtype=torch.float64), capsys)
+    assert status == 0 and said.startswith("PASS: 2 steps"), said
+    assert "hardly judged" not in said  # as where the reference draws other numbers
 
 
 def test_a_layer_that_is_computed_again_draws_the_same(tmp_path, capsys):
@@ -394,7 +412,8 @@ def test_compiled_code_may_draw_otherwise(tmp_path, capsys):
         ({"record": SimpleNamespace(compiled=True)}, "by code that torch.compile made"),
         ({"ranks": [0, 2]}, "by each of several ranks"),
         ({"piece": object()}, "by each of several ranks"),
-        ({"dtypes": {torch.float32, torch.float64}}, "in float64"),
+        ({"dtypes": {torch.float32, torch.float64}}, "by a model with weights in float64 and others"),
+        ({"dtypes": {torch.float64}}, ""),
         ({"ranks": [0, 1]}, ""),  # which share no samples, as FSDP2 says: that is judged
         ({"generator_state": None, "ranks": [0, 2]}, ""),
     ],
