@@ -168,8 +168,8 @@ def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
     make_exact(reference_model, dump.layout.tables)
     real, tolerated = recorded_rows.judged, dict[str, tuple[float, float]]()
 
-    def judged(step: int, *arguments: Any) -> list[Judgement]:
-        rows = real(step, *arguments)
+    def judged(step: int, *arguments: Any, **options: Any) -> list[Judgement]:
+        rows = real(step, *arguments, **options)
         if step == 1:
             tolerated.update({row.name: (row.tolerated, row.tolerated_largest) for row in rows})
         return rows
@@ -178,7 +178,7 @@ def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
     with (
         mock.patch.object(forced, "Factors", Kept),
         mock.patch.object(recorded_modules, "judged", judged),
-        mock.patch.object(recorded_rows, "judged", judged),
+        mock.patch.object(forced, "judged", judged),
     ):
         forced.judge(dump, initial, reference_model, yardstick_model)
     first = Kept.every[0]

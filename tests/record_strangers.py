@@ -112,6 +112,47 @@ class OneHeadUnused(Own):
         return F.cross_entropy(first, one) + second.detach().sum()
 
 
+class WholeGraph(Own):
+    """The model is called with a whole graph, and each micro batch has its own nodes of it."""
+
+    def sample(self, generator):
+        return [torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+
+    def made(self):
+        return Graph()
+
+    def nodes(self, number):
+        return slice(4 * number, 4 * number + 4)
+
+    def own_loss(self, given):
+        self.called = getattr(self, "called", -1) + 1
+        mine = given[0][self.nodes(self.called * self.world + self.rank)]
+        features = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+        return F.cross_entropy(self.wrapped(features)[mine], mine % 3)
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.dropout = nn.Linear(6, 8), nn.Linear(8, 3), nn.Dropout(0.3)
+
+    def forward(self, features):
+        inside = self.dropout(torch.tanh(self.one(features)))
+        return self.two(inside + inside.roll(1, 0))
+
+
+class SameNodes(WholeGraph):
+    def nodes(self, number):
+        return super().nodes(number // self.world)
+
+
+class SameNodesAgain(WholeGraph):
+    """Each micro batch of a step has the same nodes."""
+
+    def nodes(self, number):
+        return super().nodes(number % self.world)
+
+
 class Contrast(Own):
     """The scalar that the model returns is a temperature, and no loss."""
 

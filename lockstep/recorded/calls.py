@@ -7,8 +7,7 @@ import torch
 
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.words import and_more
-from lockstep.recorded.replicas import shards_of
-from lockstep.recorder.micro_batch import JoinedMicroBatch
+from lockstep.recorder.micro_batch import JoinedMicroBatch, have_other_losses
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import StepVerdict
 
@@ -163,10 +162,17 @@ class Calls:
                 if _are_views(one, other):
                     self.verdict.views = True
                     continue
+                if have_other_losses(one.output_gradients, other.output_gradients):
+                    self.verdict.of_one_input = True
+                    continue
                 self.verdict.wrong.append(
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )
                 return
+        if self.verdict.of_one_input:
+            self.verdict.notes.append(
+                "the model is called with the same for losses of different samples, as where it computes a whole graph: which samples these are is not judged"
+            )
         shared = next((micro_batch for micro_batch in self.micro if len(micro_batch.ranks) > 1), None)
         if shared is None:
             return
@@ -201,7 +207,7 @@ class Calls:
             return "FSDP2 divides the samples among them"
         # By the places of shards: the first rank that has these
         owner: dict[str, int] = {}
-        pairs = ((owner.setdefault(shards_of(self.ranks[rank]), rank), rank) for rank in micro_batch.ranks)
+        pairs = ((owner.setdefault(self.ranks[rank].shards, rank), rank) for rank in micro_batch.ranks)
         replicas = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if replicas is None:
             return ""

@@ -121,12 +121,7 @@ class Replicas:
         if about.rank in first.data_parallel:
             return False
         place = [step.data_parallel.index(step.rank) if step.data_parallel else 0 for step in (first, about)]
-        return place[0] == place[1] and shards_of(first) != shards_of(about)
-
-
-def shards_of(about: StepRecord) -> str:
-    """Return where a rank's shards of the weights lie, as a text to be compared."""
-    return str([(name, places) for name, places in about.places.items() if name.startswith("weight/")])
+        return place[0] == place[1] and first.shards != about.shards
 
 
 def is_same_norm(one: float, other: float, noise: float = 0.0) -> bool:

@@ -37,14 +37,16 @@ def judge(
     with_replacement: bool,
     cut: Sequence[tuple[int, ...]] = (),
     views: bool = False,
+    of_one_input: bool = False,
     recorded: int = 0,
 ) -> RunVerdict:
     """Return the verdict on the whole run.
 
     `recordings` are those of one training, in order. `with_replacement`: samples are drawn with replacement,
     and may come again at any time. `cut` has the ranks of each group that have pieces of the same samples.
-    `views`: the model is called several times with one batch, for as many views of it. `recorded` is how many
-    steps, from the first on, are judged one by one.
+    `views`: the model is called several times with one batch, for as many views of it. `of_one_input`: it is called
+    with the same for losses of different samples, which are not seen. `recorded` is how many steps, from the first on,
+    are judged one by one.
 
     Raises UserError if the recordings have different numbers of ranks.
     """
@@ -63,14 +65,15 @@ def judge(
     whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
-    _judge_division(verdict, samples, len(cut[0]) if cut else 1)
-    _judge_given(verdict, ranks, cut)
-    _judge_samples(verdict, samples, with_replacement=with_replacement)
-    if not with_replacement:
-        _judge_overlap(verdict, samples)
-    _judge_order(verdict, samples)
-    _judge_epochs(verdict, ranks[0])
-    _judge_short_epochs(verdict, ranks)
+    if not of_one_input:
+        _judge_division(verdict, samples, len(cut[0]) if cut else 1)
+        _judge_given(verdict, ranks, cut)
+        _judge_samples(verdict, samples, with_replacement=with_replacement)
+        if not with_replacement:
+            _judge_overlap(verdict, samples)
+        _judge_order(verdict, samples)
+        _judge_epochs(verdict, ranks[0])
+        _judge_short_epochs(verdict, ranks)
     _judge_micro_batches(verdict, ranks[0], recorded)
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
@@ -126,6 +129,8 @@ def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int
 
     Where ranks have `pieces` of samples, each may read its own samples, and all cut those of each in turn.
     """
+    if not any(micro for steps in ranks for step in steps for micro in step.samples):
+        return
     replicas = {number for steps in ranks for step in steps for number in step.replicas}
     if len(replicas) == 1 and not replicas <= {len(ranks), len(ranks) * pieces}:
         verdict.wrong.append(

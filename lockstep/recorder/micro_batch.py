@@ -4,6 +4,7 @@ Ranks that were called with the same tensors share one. Where ranks have pieces 
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep.recorder.recorded_step import MicroBatchRecord
 
 IGNORED = (-100, -1)  # labels of tokens that do not count
 LABELS = ("label", "target")  # words in the names of arguments that are labels
+# The relative rest of a gradient that is no multiple of another one, which rounding errors do not reach
+APART = 0.1
 LOG_PROBS = "log_probs"  # the field that a model of TRL returns instead of logits
 
 
@@ -122,6 +125,22 @@ class JoinedMicroBatch:
             and self.record.plain == about.plain
             and all(torch.equal(self.tensors[name], tensors[name]) for name in tensors)
         )
+
+
+def have_other_losses(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether gradients at the same outputs are those of losses of different samples: one is no multiple of the other.
+
+    Each has the gradients that arrived, by the name of the output.
+    """
+    for name in one.keys() & other.keys():
+        x, y = one[name].flatten().double(), other[name].flatten().double()
+        if (
+            x.shape == y.shape
+            and x.any()
+            and float((y - x @ y / (x @ x) * x).norm()) > APART * float(y.norm())
+        ):
+            return True
+    return False
 
 
 @dataclass

@@ -187,6 +187,11 @@ class StepRecord(Strict):
         return next((clip.after for clip in self.clips if clip.after is not None and clip.after < last), None)
 
     @property
+    def shards(self) -> str:
+        """Where the rank's shards of the weights lie, as a text to be compared."""
+        return str([(name, places) for name, places in self.places.items() if name.startswith("weight/")])
+
+    @property
     def of_model(self) -> set[str]:
         """The parameters of this rank's model, as weight/NAME."""
         return {name for name in self.places if name.startswith("weight/")}

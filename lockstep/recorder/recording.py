@@ -15,7 +15,7 @@ from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
 from lockstep.recorder import building, dropout_masks
-from lockstep.recorder.micro_batch import JoinedMicroBatch, join_pieces, require_whole
+from lockstep.recorder.micro_batch import JoinedMicroBatch, have_other_losses, join_pieces, require_whole
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, StepRecord
 
@@ -215,6 +215,26 @@ class Recording:
         }
         return {name: gradient for name, gradient in gradients.items() if gradient.any()}
 
+    def _has_other_samples(self, step: int, number: int, first: int, rank: int) -> bool:
+        """Whether two ranks with the same weights computed the same for losses of different samples, such as of other nodes of a graph."""
+        one, other = self.steps[step - 1][first], self.steps[step - 1][rank]
+        if rank not in one.data_parallel and one.shards != other.shards:
+            return False
+
+        def parts(owner: int, prefix: str) -> dict[str, torch.Tensor]:
+            names = [name for name in one.places if name in other.places and name.startswith(prefix)]
+            return {name: self._tensor(owner, step, f"{name}#0") for name in names}
+
+        outputs, other_outputs = (parts(owner, f"forward/{number}/") for owner in (first, rank))
+        # Ranks that each compute a part of the samples by the model's own code have other outputs. What is drawn changes outputs, too,
+        # but for the first.
+        is_drawn = all(record.micro_batches[number].drawn for record in (one, other))
+        names = [*outputs][:1] if is_drawn else [*outputs]
+        if not all(torch.equal(outputs[name], other_outputs[name]) for name in names):
+            return False
+        gradients = (parts(owner, f"backward/{number}/returned.") for owner in (first, rank))
+        return have_other_losses(*gradients)
+
     def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
         """Whether these ranks together hold all elements of a tensor."""
         of_ranks = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
@@ -371,7 +391,13 @@ class Recording:
                     continue
                 tensors = self.batch(step, rank, number)
                 same = next(
-                    (same for same in merged if same.number == number and same.has_inputs(tensors, about)),
+                    (
+                        same
+                        for same in merged
+                        if same.number == number
+                        and same.has_inputs(tensors, about)
+                        and not self._has_other_samples(step, number, same.ranks[0], rank)
+                    ),
                     None,
                 )
                 if same is None:

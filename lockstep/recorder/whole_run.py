@@ -46,6 +46,8 @@ from lockstep.recorder.hashes import hashes
 from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
+# How deep objects in a batch are nested that are looked at
+DEEPEST = 3
 # How many batches of loaders are hashed as they are fetched
 BATCHES = 8
 
@@ -128,7 +130,7 @@ class Loaders:
         The loop may change them before it calls the model, as by adding noise.
         """
         self.fetched += 1
-        leaves = [leaf for leaf in tree_leaves(batch) if _is_dense(leaf)] if self.fetched <= BATCHES else []
+        leaves = _dense_tensors(batch) if self.fetched <= BATCHES else []
         tensors = [x for x in leaves if x.numel() and x.device.type == "cpu" and not x.is_quantized]
         if tensors:
             of_samples = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
@@ -214,7 +216,7 @@ class WholeRun:
             self.rates = self.coming if self.updating else []
         self.called, self.elsewhere = True, []
         self.loaders.see_call()
-        tensors = [leaf for leaf in tree_leaves(given) if _is_dense(leaf)]
+        tensors = _dense_tensors(given)
         if tensors:
             mask = given.get("attention_mask")
             # An element of a tensor of one dim may be a sample, or a part of one, such as a token of packed texts.
@@ -314,9 +316,15 @@ class WholeRun:
         self.write()
 
 
-def _is_dense(one: Any) -> bool:
-    """Whether a value is a strided tensor with at least one dim."""
-    return isinstance(one, torch.Tensor) and one.layout is torch.strided and one.ndim > 0
+def _dense_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Return the strided tensors with at least one dim in a value, and in attributes of its objects, such as a batch of graphs."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf] if leaf.layout is torch.strided and leaf.ndim > 0 else []
+        elif depth < DEEPEST and not isinstance(leaf, (type, torch.nn.Module)):
+            found += _dense_tensors(getattr(leaf, "__dict__", {}), depth + 1)
+    return found
 
 
 def _schedules() -> list[type]:

@@ -57,7 +57,7 @@ RIGHT = {
         NOT_JUDGED,
     ),
     "AdversaryEachTime": f"{NOT_JUDGED}; tensors of other models, whose optimizers step, too, are not judged: 6",
-    "MeanTeacher": NOT_SEEN,
+    **dict.fromkeys(("MeanTeacher", "WholeGraph"), NOT_SEEN),
     "ReducedInBfloat16": NOT_SEEN,
     "DrawnElsewhere": NOT_JUDGED,
     "KeepsNone": "",
@@ -212,6 +212,8 @@ WRONG = {
     "KeepsItsArgumentsScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
     "GradientOfABufferScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
     "PlacesScaled": "step 1: forward/places (micro batch 0, rank 0) is the first of ",
+    "SameNodes": "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
+    "SameNodesAgain": "step 1: micro batches 1 of rank 0 and 2 of rank 0 are the same samples",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {
