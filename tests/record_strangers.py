@@ -649,6 +649,39 @@ class TwoOptimizers(Own):
         return F.cross_entropy(self.beside(first), given[1]) + second.square().mean()
 
 
+class LossAfterTheClip(Own):
+    """One parameter has a loss of its own, which goes backward after the others are clipped and updated."""
+
+    def made(self):
+        net = Heads()
+        net.medians = nn.Parameter(torch.ones(3))
+        return net
+
+    def wrap(self, net):
+        return net
+
+    def make_optimizer(self):
+        self.later = torch.optim.SGD([self.net.medians], lr=0.1)
+        return torch.optim.AdamW([p for p in self.net.parameters() if p is not self.net.medians], lr=1e-3)
+
+    def reduce(self):
+        averaged(self.net)
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+
+    def update(self):
+        super().update()
+        (self.net.medians - 0.5).square().sum().backward()
+        self.later.step()
+        self.later.zero_grad()
+
+
+class NotAllClipped(LossAfterTheClip):
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_([*self.net.body.parameters(), self.net.medians], 0.1)
+
+
 class Beside(Own):
     """The optimizer holds a parameter that is not the recorded model's."""
 

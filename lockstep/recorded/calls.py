@@ -46,6 +46,30 @@ class Calls:
                 f"{loss.function} {printable(loss.odd)} (in micro batch {micro_batch.number} of rank {micro_batch.ranks[0]})"
             )
 
+    def note_scalars(self) -> None:
+        """Note how often each scalar that the model returns counts in a loss that the loop makes of them.
+
+        A scalar may also be none of its terms, such as a temperature.
+        """
+        of_loop = [micro_batch for micro_batch in self.micro if micro_batch.has_own_loss]
+        counts_of = {
+            name: [micro_batch.record.scalars.get(name, 0.0) for micro_batch in of_loop]
+            for name in dict.fromkeys(name for micro_batch in of_loop for name in micro_batch.record.scalars)
+        }
+        if not counts_of or self.verdict.step > 1:
+            return
+        said = []
+        for name, counts in counts_of.items():
+            odd = next((number for number, count in enumerate(counts) if count != counts[0]), 0)
+            one, other = (
+                f"{counts[number]:.5g} in micro batch {of_loop[number].number} of rank {of_loop[number].ranks[0]}"
+                for number in (0, odd)
+            )
+            said.append(f"{name} {f'{one} and {other}' if odd else f'{counts[0]:.5g}'}")
+        self.verdict.notes.append(
+            f"the gradient that arrives at scalars that the model returns, which is how often a term of the loss counts: {', '.join(said)}"
+        )
+
     def judge_unused(self, unused: list[JoinedMicroBatch]) -> None:
         """Judge the micro batches whose outputs no gradient arrived at.
 

@@ -270,7 +270,12 @@ class Ranks:
             if any(clip.too_late for clip in record.clips):
                 wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                 return True
-            without = sorted(name for name in gradients if not any(clip.has(name) for clip in record.clips))
+            empty = {name for clip in record.clips if clip.parameters for name in clip.empty}
+            without = sorted(
+                name
+                for name in gradients
+                if name not in empty and not any(clip.has(name) for clip in record.clips)
+            )
             if record.clips and without:
                 wrong.append(
                     f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"

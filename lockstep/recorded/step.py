@@ -202,6 +202,7 @@ class _Step:
         self.calls.judge_modes()
         self.calls.note_draws()
         self.calls.note_losses()
+        self.calls.note_scalars()
         if (
             ranks.untied(weights)
             or self.calls.frozen_apart()

@@ -93,6 +93,7 @@ class Clip(Strict):
     too_late: bool = False  # whether it came after the update
     after: Whole | None = None  # how many micro batches; None: all of them
     parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
+    empty: list[Name] = []  # those whose gradient was None, as where their loss is another, later one
     beside: MayBreakDown = 0.0  # the norm of the gradients of parameters that are none of the model's
 
     def has(self, name: str) -> bool:

@@ -49,10 +49,11 @@ class Updates(StepRecorder):
         equal = (clip for clip in self.clips if clip.items() >= fields.items())
         clip = next((clip for clip in equal if set(names).isdisjoint(clip["parameters"])), None)
         if clip is None:
-            clip = {**fields, "parameters": [], "beside": 0.0}
+            clip = {**fields, "parameters": [], "empty": [], "beside": 0.0}
             self.clips.append(clip)
         clip["beside"] = math.hypot(clip["beside"], norm_beside)
         clip["parameters"] += names
+        clip["empty"] += sorted(own.keys() - set(names))
         # Gradients are None if an optimizer has stepped in the backward pass.
         clip["too_late"] = self._have_stepped(names or list(own))
 
@@ -253,7 +254,9 @@ def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
     return [
         [digest_of(p), digest_of(p.grad)]
         for p in parameters
-        if type(p) is torch.nn.Parameter and p.grad is not None and p.grad.layout is torch.strided
+        if type(p) in (torch.nn.Parameter, torch.Tensor)
+        and p.grad is not None
+        and p.grad.layout is torch.strided
     ]
 
 
