@@ -7,6 +7,7 @@ with the same optimizer's step in float64 from the gradients that the run had.
 
 import contextlib
 import functools
+import itertools
 import math
 
 import torch
@@ -161,6 +162,7 @@ class _Step:
             verdict.notes.append(
                 f"the first {number} micro batches of this step count for nothing: their gradient was set to zero before the step, which the loop does not do in every step"
             )
+        self._leave_the_rest()
         self.calls.judge_launch()
         ranks.judge_clips()
         self.gradients = ranks.before_clipping_by_value(gradients)
@@ -237,6 +239,22 @@ class _Step:
         self.verdict.nothing = True
         self.verdict.leave(f"step {self.verdict.step} is not judged: {why}")
         return self.verdict
+
+    def _leave_the_rest(self) -> None:
+        """Say if a part of a larger model was recorded. Raises UserError for one that is called twice with the same for a loss."""
+        method = self.recording.tree.get("part_of")
+        if not method:
+            return
+        whole, part = method.partition(".")[0], type(self.recording.skeleton).__name__
+        pairs = itertools.combinations(self.micro, 2)
+        if any(other.record.together and one.has_inputs(other.tensors, other.record) for one, other in pairs):
+            raise UserError(
+                f"the loop calls {method}, which calls {part} twice with the same, and not {whole} itself, so what it computes is not known; "
+                f"let the forward method of {whole} call it, as DistributedDataParallel needs, too, and record again"
+            )
+        self.verdict.leave(
+            f"{part} alone is judged, which {method} calls, as the loop does not call {whole} itself"
+        )
 
     def _require_shapes(self, weights: Gradients) -> None:
         """Raise UserError for a weight that has another shape than when the recording began."""

@@ -38,8 +38,8 @@ class ModelFinder:
         # Models that were called in evaluation mode with gradients enabled
         self.in_evaluation = weakref.WeakKeyDictionary[torch.nn.Module, None]()
         self.loaders = Loaders()
-        # (model, arguments, options) of a call inside of an optimizer's step, whose begin was missed
-        self.in_closure: tuple[torch.nn.Module, tuple, dict[str, Any]] | None = None
+        # (model, arguments, options, method that calls it) of a call inside of an optimizer's step, whose begin was missed
+        self.in_closure: tuple[torch.nn.Module, tuple, dict[str, Any], str] | None = None
         real: Callable[..., Any] = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -59,10 +59,10 @@ class ModelFinder:
             if is_trained and not is_around and not module.training:
                 self.in_evaluation.setdefault(module)
             elif is_trained and not is_around and is_first:
-                if self.updating:
-                    self.in_closure = self.in_closure or (module, arguments, options)
-                else:
-                    self._record(module)
+                if not self.updating:
+                    self._record(module).part_of = _method_that_calls(module)
+                elif self.in_closure is None:
+                    self.in_closure = module, arguments, options, _method_that_calls(module)
             return real(module, *arguments, **options)
 
         def begins(*_: Any) -> None:
@@ -76,8 +76,10 @@ class ModelFinder:
                 self._record_in_evaluation(stepped_optimizer)
             if self.in_closure is not None:
                 torch.nn.Module.__call__ = real  # type: ignore[method-assign]
-                (module, arguments, options), self.in_closure = self.in_closure, None
-                self._record(module).see_missed_step(arguments, options)
+                (module, arguments, options, method), self.in_closure = self.in_closure, None
+                recorder = self._record(module)
+                recorder.part_of = method
+                recorder.see_missed_step(arguments, options)
 
         hooks = (
             optimizer.register_optimizer_step_pre_hook(begins),
@@ -162,6 +164,25 @@ def _may_train(target: Any) -> bool:
     name = getattr(target, "__module__", None) or ""
     file = getattr(sys.modules.get(name), "__file__", None)
     return name in {*MAIN, SPAWN} or (file is not None and not user_file.is_installed(Path(file)))
+
+
+def _method_that_calls(part: torch.nn.Module) -> str:
+    """Return the method of a larger model that calls a part of it, as CLASS.METHOD, where the loop does not call the model itself.
+
+    Of methods that call each other, it is the first. Returns "" if there is none. What the rest of the model computes is not seen.
+    """
+    held, found = {id(parameter) for parameter in part.parameters()}, ""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        is_around = isinstance(owner, torch.nn.Module) and _is_part_of(part, owner)
+        if is_around and any(id(parameter) not in held for parameter in owner.parameters()):
+            found = f"{type(owner).__name__}.{code.co_name}"
+        elif found:
+            break
+    return found
 
 
 def _is_part_of(part: torch.nn.Module, module: torch.nn.Module) -> bool:

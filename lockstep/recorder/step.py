@@ -72,6 +72,8 @@ class StepRecorder:
             if name.startswith("attribute/") and not (isinstance(tensor, DTensor) or tensor.is_meta)
         }
         self.surroundings: tree.TREE = {}
+        # The method that calls this part of a larger model, which the loop does not call; "" if it is no part
+        self.part_of = ""
         self.plain_shards = PlainShards(self.model)
         self.attributes = {name: value for name, (value, _) in state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
@@ -223,6 +225,7 @@ class StepRecorder:
             }
             extra = {
                 "surroundings": self.surroundings,
+                "part_of": self.part_of,
                 "own_hooks": own_hooks.own_hooks(self.model, self.tree["left_out"]),
             }
             write_model(self.folder, self.tree | extra, self.tensors, made)

@@ -141,3 +141,55 @@ def test_folders_that_a_script_adds_to_the_path(tmp_path, capsys, adds):
     command = [sys.executable, "-m", "lockstep.record", "--output", str(tmp_path / "run"), "train.py"]
     subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True)
     assert judge.main([str(tmp_path / "run")]) == 0, capsys.readouterr()
+
+
+METHODS = """
+import sys, torch
+from torch.nn import functional as F
+class Coder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.back = torch.nn.Linear(8, 4), torch.nn.Linear(4, 8)
+    def encode(self, x):
+        return self.code(x)
+    def loss(self, x):
+        return F.mse_loss(self.back(self.encode(x).tanh()), x)
+    def twice(self, x):
+        return F.mse_loss(self.back(self.encode(x).tanh()), x) + self.encode(x).square().mean()
+    def forward(self, x):
+        return self.loss(x)
+torch.manual_seed(0)
+model = Coder()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    x = torch.randn(4, 8)
+    (model(x) if sys.argv[1] == "forward" else getattr(model, sys.argv[1])(x)).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "method, status, said",
+    [
+        ("forward", 0, "PASS: 2 steps"),
+        (
+            "loss",
+            0,
+            "; Linear alone is judged, which Coder.loss calls, as the loop does not call Coder itself",
+        ),
+        (
+            "twice",
+            2,
+            "the loop calls Coder.twice, which calls Linear twice with the same, and not Coder itself",
+        ),
+    ],
+)
+def test_a_loop_that_calls_another_method_than_forward(tmp_path, capsys, method, status, said):
+    (tmp_path / "train.py").write_text(METHODS)
+    command = [sys.executable, "-m", "lockstep.record", "--output", "run", "train.py", method]
+    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    assert judge.main([str(tmp_path / "run")]) == status
+    captured = capsys.readouterr()
+    last = (captured.out + captured.err).splitlines()[-1]
+    assert said in last and ("alone" in last) == (method == "loss"), last
