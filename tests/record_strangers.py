@@ -476,6 +476,39 @@ class Nested(Own):
         return ZeroRedundancyOptimizer(self.net.parameters(), torch.optim.AdamW, lr=1e-3)
 
 
+class Ahead(Own):
+    """An optimizer that steps another, and moves the weights after that. Its class does not call that of torch."""
+
+    def make_optimizer(self):
+        return Lookahead(super().make_optimizer())
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base, self.param_groups, self.state, self.defaults = (
+            base,
+            base.param_groups,
+            base.state,
+            base.defaults,
+        )
+        self.slow = [one.detach().clone() for group in base.param_groups for one in group["params"]]
+
+    def zero_grad(self):
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        parameters = (one for group in self.param_groups for one in group["params"])
+        for slow, one in zip(self.slow, parameters, strict=True):
+            one.copy_(slow.lerp_(one, 0.5))
+
+
+class AheadScaled(Ahead):
+    def reduce(self):
+        self.net.one.weight.grad *= 1.01
+
+
 class NoRate(Own):
     def make_optimizer(self):
         return transformers.Adafactor(self.net.parameters(), lr=None, relative_step=True, warmup_init=True)

@@ -121,6 +121,7 @@ class Optimizer(Strict):
     again: bool = False  # whether it has stepped before with the same gradient
     compiled: bool = False  # whether torch.compile compiled its step
     idle: bool = False  # whether nothing that it holds has a gradient
+    stepped_by: str = ""  # the class of another optimizer whose step called its step
 
     @property
     def held(self) -> list[str]:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from lockstep.recorder.optimizers import described
 from lockstep.recorder.step import StepRecorder, harmless
 from lockstep.recorder.step_tensors import digest_of, order_of
 
+OF_LIBRARIES = {
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torch",
+    "transformers",
+}
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
@@ -211,6 +221,7 @@ class Updates(StepRecorder):
                 # An optimizer may stand for others, which have stepped in the backward pass.
                 "idle": bool(held) and all(parameter.grad is None for parameter in held),
                 "compiled": self.compiled,
+                "stepped_by": _stepped_by(optimizer),
             }
         )
         for name, tensor in tensors.items():
@@ -247,6 +258,23 @@ class Updates(StepRecorder):
         number = len(self.optimizers) - 1
         for name, tensor in described(optimizer, self.model, number)[1].items():
             self.kept.keep_updated_state(name, tensor)
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class of another optimizer whose step calls this one's, such as Lookahead, and may change the weights after it; or "".
+
+    Wrappers of libraries only pass the call on.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_name != "step" or owner is optimizer or not isinstance(owner, torch.optim.Optimizer):
+            continue
+        if type(owner).__module__.partition(".")[0] not in OF_LIBRARIES:
+            return type(owner).__name__
+    return ""
 
 
 def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
