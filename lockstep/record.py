@@ -112,8 +112,10 @@ def _run(run: Callable[..., Any], script: str, finding: "ModelFinder") -> int:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except UserError:
         raise
-    except Exception:  # noqa: BLE001 - the script's own: errors of the recorder end the recording alone
+    except Exception as error:  # noqa: BLE001 - the script's own: errors of the recorder end the recording alone
         show_exception()
+        if finding.recorder is not None:
+            finding.recorder.error = error
         return 1
     finally:
         finding.stop()

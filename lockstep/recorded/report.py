@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from lockstep.ground.errors import printable
 from lockstep.ground.files import write_text
 from lockstep.ground.words import and_more
 from lockstep.recorded.whole_run import RunVerdict
@@ -55,6 +56,8 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     shown.append(f"whole run: {run.steps} steps, {run.samples} samples")
     shown += [f"  {sentence}" for sentence in run.wrong]
     shown += [f"  note: {note}" for note in run.notes]
+    ended = [f"the run ended in an error ({printable(run.ended)})"] if run.ended else []
+    shown += [f"  {sentence}" for sentence in ended]
     step, wrong = first_wrong(steps, run)
     if wrong:
         return [*shown, f"FAIL: {step}{wrong[0]}"]
@@ -68,7 +71,7 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
         for verdict in steps
         if verdict.named and verdict.difference
     )
-    return [*shown, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *unjudged])]
+    return [*shown, "; ".join([f"PASS: {len(steps)} steps", *list(means)[:1], *unjudged, *ended])]
 
 
 def _count(number: int, word: str, ending: str) -> str:

@@ -29,6 +29,7 @@ class RunVerdict:
     samples: int = 0  # seen by all data-parallel ranks together
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ended: str = ""  # the error that the run ended in
 
 
 def judge(
@@ -58,6 +59,7 @@ def judge(
         ranks = [[_without_views(step) for step in steps] for steps in ranks]
     with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
     verdict = RunVerdict(min(len(steps) for steps in ranks))
+    verdict.ended = next((error for recording in recordings for error in recording.errors()), "")
     if not verdict.steps:
         verdict.notes.append("the program was killed before the last step that it was to record: not judged")
     # The first rank of a group that has pieces stands for the group, and has the whole samples.

@@ -153,6 +153,10 @@ class InProcess:
         finding = HERE[0] if HERE else ModelFinder(self.output, self.steps, self.modules)
         try:
             return self.target(*arguments, **options)
+        except Exception as error:
+            if finding.recorder is not None:
+                finding.recorder.error = error
+            raise
         finally:
             finding.stop()
 
@@ -177,8 +181,10 @@ def _method_that_calls(part: torch.nn.Module) -> str:
         frame = frame.f_back
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        is_around = isinstance(owner, torch.nn.Module) and _is_part_of(part, owner)
-        if is_around and any(id(parameter) not in held for parameter in owner.parameters()):
+        parameters = (
+            owner.parameters() if isinstance(owner, torch.nn.Module) and _is_part_of(part, owner) else ()
+        )
+        if any(id(parameter) not in held for parameter in parameters):
             found = f"{type(owner).__name__}.{code.co_name}"
         elif found:
             break

@@ -9,6 +9,7 @@ from pydantic import Field
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
 FORMAT = 9
+ERROR = "error.json"  # the file that says which error ended a rank's run
 Plain = bool | int | MayBreakDown | str | None
 
 
@@ -250,6 +251,12 @@ class RunStep(Strict):
     with_replacement: bool = False  # whether a RandomSampler draws so
     cut: Whole = 0  # how often a loader begins anew after this step that was not at its end
     evaluated: Whole  # calls in evaluation mode that were trained on
+
+
+class RunError(Strict):
+    """The error that ended a rank's run."""
+
+    error: str
 
 
 class RunSteps(Strict):

@@ -531,6 +531,9 @@ def recording(
     recorder.removing.append(losses.see_losses())
     try:
         yield recorder
+    except Exception as error:
+        recorder.error = error
+        raise
     finally:
         recorder.when_complete()
         recorder.stop()

@@ -17,7 +17,15 @@ from lockstep.ground.schemas import validate
 from lockstep.recorder import building, dropout_masks
 from lockstep.recorder.micro_batch import JoinedMicroBatch, have_other_losses, join_pieces, require_whole
 from lockstep.recorder.module_hooks import module_of
-from lockstep.recorder.recorded_step import FORMAT, Origin, RunStep, RunSteps, StepRecord
+from lockstep.recorder.recorded_step import (
+    ERROR,
+    FORMAT,
+    Origin,
+    RunError,
+    RunStep,
+    RunSteps,
+    StepRecord,
+)
 
 REMEDY = "record again"
 
@@ -101,6 +109,15 @@ class Recording:
                 steps += validate(RunSteps, read_json(path), path, REMEDY).steps
             steps_of_ranks.append(steps)
         return steps_of_ranks
+
+    def errors(self) -> list[str]:
+        """Return the errors that ended the run, each with its rank, in words."""
+        found = []
+        for rank in range(self.steps[0][0].world_size):
+            path = self.folder / f"rank_{rank}" / ERROR
+            if path.is_file():
+                found.append(f"{validate(RunError, read_json(path), path, REMEDY).error} on rank {rank}")
+        return found
 
     def _path(self, rank: int, step: int) -> Path:
         return self.folder / f"rank_{rank}" / f"step_{step}.safetensors"

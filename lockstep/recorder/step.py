@@ -23,7 +23,7 @@ from lockstep.recorder import own_hooks, parallelism, patches, tree, wrapped
 from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
-from lockstep.recorder.recorded_step import FORMAT
+from lockstep.recorder.recorded_step import ERROR, FORMAT
 from lockstep.recorder.step_tensors import StepTensors, copied
 from lockstep.recorder.whole_run import WholeRun
 
@@ -112,6 +112,8 @@ class StepRecorder:
                 lambda *given: parallelism.require_not_fsdp1(self.model, given),
             )
         ]
+        # What ended the run
+        self.error: Exception | None = None
         # What removes hooks that stay until the end of the run
         self.always: list[Callable[[], None]] = []
 
@@ -152,6 +154,9 @@ class StepRecorder:
         self._remove_hooks()
         for remove in self.always:
             remove()
+        if self.error is not None and self._rank_folder.is_dir():
+            said = f"{type(self.error).__name__}: {first_line(self.error)}"
+            write_text(self._rank_folder / ERROR, json.dumps({"error": said}))
 
     def discard(self) -> None:
         """End the recording, and leave out the step that has begun."""

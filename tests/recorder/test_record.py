@@ -675,6 +675,25 @@ def test_an_error_of_the_script_is_its_own(tmp_path, capsys):
     assert "ZeroDivisionError" in said and "lockstep.record:" not in said
 
 
+def test_an_error_after_recorded_steps_is_said(tmp_path, capsys):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(CLOSURE + "\n1 / 0\n")
+    assert record.main(["--output", str(output), str(script)]) == 1
+    ended = "the run ended in an error (ZeroDivisionError: division by zero on rank 0)"
+    assert judge.main([str(output)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"; {ended}")
+    script.write_text(CLOSURE)
+    assert record.main(["--output", str(output), str(script)]) == 0 and judge.main([str(output)]) == 0
+    assert "ended in an error" not in capsys.readouterr().out
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ZeroDivisionError), lockstep.record(model, output):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        raise ZeroDivisionError("division by zero")
+    assert judge.main([str(output)]) == 0 and ended in capsys.readouterr().out
+
+
 def test_modules_beside_the_script(tmp_path, capsys, monkeypatch):
     """They are found where the run is judged, too, from any folder."""
     (tmp_path / "beside_it.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
