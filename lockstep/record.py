@@ -13,6 +13,7 @@ import argparse
 import functools
 import importlib.util
 import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.errors import UserError, run_program, show_exception
+from lockstep.ground.errors import UserError, run_program, say, show_exception
 from lockstep.ground.files import require_writable_folder
 from lockstep.ground.flags import Parser
 
@@ -125,11 +126,16 @@ def _run(run: Callable[..., Any], script: str, finding: "ModelFinder") -> int:
             process.join()
     if finding.recorder is None and not (finding.started and _is_written_since(finding.output, start_time)):
         program = f"{script}, or a process that it started," if finding.started else script
-        raise UserError(
-            f"{program} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded; name the script that trains"
+        message = (
+            f"{program} called {type(next(iter(finding.in_evaluation))).__name__} in evaluation mode alone, and no optimizer stepped it, so nothing was recorded"
             if finding.in_evaluation
-            else f"{program} called no model in training mode, so nothing was recorded; name the script that trains"
+            else f"{program} called no model in training mode, so nothing was recorded"
         )
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
+            raise UserError(f"{message}; name the script that trains")
+        # This rank may have another role, such as to serve samples. The launcher would take another status for a failure.
+        say(f"lockstep.record: {message} (rank {rank})")
     return status
 
 

@@ -1,6 +1,7 @@
 """Rebuild an optimizer of a recorded step with its own class, attributes, settings and state, so that one process can step it."""
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -118,6 +119,9 @@ class Replay:
             gradient = like(gradient, parameter)
             # SparseAdam updates only the rows that have a gradient.
             parameters[name].grad = gradient.to_sparse(1) if self.kind is torch.optim.SparseAdam else gradient
+        closure = inspect.signature(self.kind.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise CannotStep("it needs a closure, which calls the model again")
         with _as_cannot_step():
             optimizer = self._build_optimizer(building, exact, moved)
             with _as_one_process(), Float64() if exact else contextlib.nullcontext():

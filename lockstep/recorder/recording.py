@@ -89,8 +89,13 @@ class Recording:
             rank = len(records)
             path = self._path(rank, number).with_suffix(".json")
             if not path.is_file():
+                why = (
+                    f"{REMEDY}, as many steps as every rank makes (--steps)"
+                    if number > 1
+                    else f"a rank whose process trains no model, such as a parameter server's, cannot be judged; {REMEDY} with ranks that all train"
+                )
                 raise UserError(
-                    f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {REMEDY}, as many steps as every rank makes (--steps)"
+                    f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {why}"
                 )
             records[rank] = validate(StepRecord, read_json(path), path, REMEDY)
             _require_places(records[rank], path)

@@ -69,7 +69,7 @@ RIGHT = {
         f"{NOT_JUDGED}; the update of Descent is not judged: one process cannot step it again (ValueError: Default process group has not been initialized, "
         "please make sure to call init_process_group.); it communicates",
     ),
-    "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: one process cannot step it again (TypeError: LBFGS.step() missing 1 required positional argument: 'closure')",
+    "ManyClosures": f"{NOT_JUDGED}; the update of LBFGS is not judged: it needs a closure, which calls the model again",
     **dict.fromkeys(("Entropy", "Scores"), NOT_JUDGED),
     **dict.fromkeys(
         (

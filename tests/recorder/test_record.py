@@ -675,6 +675,14 @@ def test_an_error_of_the_script_is_its_own(tmp_path, capsys):
     assert "ZeroDivisionError" in said and "lockstep.record:" not in said
 
 
+def test_a_rank_that_trains_nothing(tmp_path, capsys, monkeypatch):
+    """Of several ranks, one may serve the others."""
+    (tmp_path / "train.py").write_text("pass")
+    monkeypatch.setenv("RANK", "1")
+    assert record.main(["--output", str(tmp_path / "out"), str(tmp_path / "train.py")]) == 0
+    assert "called no model in training mode, so nothing was recorded (rank 1)" in capsys.readouterr().err
+
+
 def test_an_error_after_recorded_steps_is_said(tmp_path, capsys):
     script, output = tmp_path / "train.py", tmp_path / "out"
     script.write_text(CLOSURE + "\n1 / 0\n")
