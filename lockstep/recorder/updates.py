@@ -269,8 +269,11 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> str:
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if code.co_name != "step" or owner is optimizer or not isinstance(owner, torch.optim.Optimizer):
+        # f_locals keeps what the variables of a frame hold now, such as a loss with its graph. So few frames are looked into.
+        if code.co_name != "step" or not code.co_argcount:
+            continue
+        owner = frame.f_locals.get(code.co_varnames[0])
+        if owner is optimizer or not isinstance(owner, torch.optim.Optimizer):
             continue
         if type(owner).__module__.partition(".")[0] not in OF_LIBRARIES:
             return type(owner).__name__
