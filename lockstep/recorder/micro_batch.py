@@ -127,12 +127,23 @@ class JoinedMicroBatch:
         )
 
 
-def have_other_losses(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether gradients at the same outputs are those of losses of different samples: one is no multiple of the other.
+def have_other_losses(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, by_rows: bool
+) -> bool:
+    """Whether gradients at outputs for the same inputs are those of losses of different samples.
 
-    Each has the gradients that arrived, by the name of the output.
+    Each has the gradients that arrived, by the name of the output. One must be no multiple of the other; `by_rows`: they must be zero in
+    other rows, such as those of other nodes of a graph. Gradients may be no multiples because random numbers were drawn.
     """
     for name in one.keys() & other.keys():
+        if by_rows:
+            rows, other_rows = (
+                (of[name] if of[name].ndim > 1 else of[name][:, None]).any(-1).flatten()
+                for of in (one, other)
+            )
+            if rows.shape == other_rows.shape and not torch.equal(rows, other_rows):
+                return True
+            continue
         x, y = one[name].flatten().double(), other[name].flatten().double()
         if (
             x.shape == y.shape

@@ -250,12 +250,12 @@ class Recording:
         outputs, other_outputs = (parts(owner, f"forward/{number}/") for owner in (first, rank))
         # Ranks that each compute a part of the samples by the model's own code have other outputs. What is drawn changes outputs, too,
         # but for the first.
-        is_drawn = all(record.micro_batches[number].drawn for record in (one, other))
+        is_drawn = any(record.micro_batches[number].drawn for record in (one, other))
         names = [*outputs][:1] if is_drawn else [*outputs]
         if not all(torch.equal(outputs[name], other_outputs[name]) for name in names):
             return False
         gradients = (parts(owner, f"backward/{number}/returned.") for owner in (first, rank))
-        return have_other_losses(*gradients)
+        return have_other_losses(*gradients, by_rows=is_drawn)
 
     def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
         """Whether these ranks together hold all elements of a tensor."""

@@ -217,7 +217,7 @@ WRONG = {
     "NotAllClipped": "step 1: 3 of 7 parameters with a gradient were clipped, and not one.bias",
     "AheadScaled": "step 1: 1 of 6 gradients is too far from the reference, one.weight: ",
     "SameNodes": "step 1: ranks 0, 1 were called with the same micro batch 0, though ranks 0 and 1 hold the same weights",
-    "SameNodesAgain": "step 1: micro batches 1 of rank 0 and 2 of rank 0 are the same samples",
+    "SameNodesAgain": "step 1: micro batches 0 of rank 0 and 1 of rank 0 are the same samples",
     "HeadTimesWorld": "step 1: first head, a term of the loss, counts 2 times as often as the rest, which is the world size",
 }
 REFUSED = {

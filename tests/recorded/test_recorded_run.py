@@ -40,6 +40,9 @@ class Made:
     def whole_run(self):
         return self.runs
 
+    def errors(self):
+        return []
+
 
 def epochs(number, steps=DATA // (RANKS * SIZE), shared=False, size=DATA):
     """Steps of shuffled epochs; `shared`: both ranks draw all samples."""
