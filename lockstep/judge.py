@@ -104,7 +104,7 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
         with_replacement=options.with_replacement,
         cut=verdicts[0].cut,
         views=any(verdict.views for verdict in verdicts),
-        of_one_input=any(verdict.of_one_input for verdict in verdicts),
+        shared_inputs=any(verdict.shared_inputs for verdict in verdicts),
         recorded=0 if earlier else len(verdicts),
     )
     if isinstance(recording, CutByCode):

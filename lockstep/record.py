@@ -116,7 +116,7 @@ def _run(run: Callable[..., Any], script: str, finding: "ModelFinder") -> int:
     except Exception as error:  # noqa: BLE001 - the script's own: errors of the recorder end the recording alone
         show_exception()
         if finding.recorder is not None:
-            finding.recorder.error = error
+            finding.recorder.see_error(error)
         return 1
     finally:
         finding.stop()

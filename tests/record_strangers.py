@@ -509,6 +509,34 @@ class AheadScaled(Ahead):
         self.net.one.weight.grad *= 1.01
 
 
+class AheadOverwrites(Ahead):
+    """The loop overwrites a frozen weight, which no optimizer holds."""
+
+    def wrap(self, net):
+        net.two.weight.requires_grad_(False)
+        return super().wrap(net)
+
+    def make_optimizer(self):
+        return Lookahead(torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-3))
+
+    def after(self):
+        self.net.two.weight.data *= 0.5
+
+
+class Perturbed(Own):
+    """Each rank has an adversarial perturbation of its own samples, and a new optimizer for it in each step."""
+
+    micro = 1
+
+    def own_loss(self, given):
+        change = torch.zeros_like(given[0], requires_grad=True)
+        optimizer = torch.optim.SGD([change], lr=1.0)
+        first, _ = self.net(given[0] + change)
+        (change.grad,) = torch.autograd.grad(F.cross_entropy(first, given[1]), change)
+        optimizer.step()
+        return super().own_loss((given[0] + change.detach(), *given[1:]))
+
+
 class NoRate(Own):
     def make_optimizer(self):
         return transformers.Adafactor(self.net.parameters(), lr=None, relative_step=True, warmup_init=True)
@@ -708,6 +736,21 @@ class LossAfterTheClip(Own):
         (self.net.medians - 0.5).square().sum().backward()
         self.later.step()
         self.later.zero_grad()
+
+
+class ClippedTooEarly(LossAfterTheClip):
+    """One optimizer holds all, so the later loss should have gone backward before."""
+
+    def make_optimizer(self):
+        self.later = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+
+    def clip(self):
+        super().clip()
+        (self.net.medians - 0.5).square().sum().backward()
+
+    def update(self):
+        self.optimizer.step()
 
 
 class NotAllClipped(LossAfterTheClip):

@@ -82,12 +82,16 @@ def judge(recording: Recording, verdict: StepVerdict) -> None:
         verdict.notes.append(
             f"{and_more(list(shares))} moved by {low:.2g} to {high:.2g} of the way to trained weights {when}, as averages do"
         )
-    before_it = recording.steps[step - 2][0].optimizers if step > 1 else []
-    outer = next((optimizer for optimizer in before_it if optimizer.stepped_by), None)
-    if weights and outer is not None:
-        inner = outer.kind.partition(":")[2]
-        verdict.leave(f"what {outer.stepped_by} does to the weights after the step of {inner} is not judged")
-    elif weights:
+    earlier = recording.steps[step - 2].values() if step > 1 else ()
+    stepped = [optimizer for record in earlier for optimizer in record.optimizers if optimizer.stepped_by]
+    moved = {name for optimizer in stepped for name in optimizer.held}.intersection(weights)
+    if moved:
+        inner = stepped[0].kind.partition(":")[2]
+        verdict.leave(
+            f"what {stepped[0].stepped_by} does to the weights after the step of {inner} is not judged"
+        )
+        weights = [name for name in weights if name not in moved]
+    if weights:
         verdict.wrong.append(Wrong(f"{and_more(weights)} changed {when}"))
     if state:
         verdict.wrong.append(

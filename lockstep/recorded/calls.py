@@ -7,7 +7,7 @@ import torch
 
 from lockstep.ground.errors import UserError, printable
 from lockstep.ground.words import and_more
-from lockstep.recorder.micro_batch import JoinedMicroBatch, have_other_losses
+from lockstep.recorder.micro_batch import JoinedMicroBatch, are_of_other_samples
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.rows import StepVerdict
 
@@ -67,7 +67,7 @@ class Calls:
             )
             said.append(f"{name} {f'{one} and {other}' if odd else f'{counts[0]:.5g}'}")
         self.verdict.notes.append(
-            f"the gradient that arrives at scalars that the model returns, which is how often a term of the loss counts: {', '.join(said)}"
+            f"the loop's loss has this gradient at scalars that the model returns: {and_more(said)}"
         )
 
     def judge_unused(self, unused: list[JoinedMicroBatch]) -> None:
@@ -183,19 +183,18 @@ class Calls:
         """
         for one, other in itertools.combinations(self.micro, 2):
             if one.first is not other.first and one.has_inputs(other.tensors, other.record):
-                if _are_views(one, other):
+                if are_views(one, other):
                     self.verdict.views = True
                     continue
-                # A loss of two calls may have two gradients for one batch.
-                by_rows = one.ranks == other.ranks or one.record.drawn or one.record.dropouts > 0
-                if have_other_losses(one.output_gradients, other.output_gradients, by_rows=by_rows):
-                    self.verdict.of_one_input = True
+                by_rows = bool(one.tensors) or one.ranks == other.ranks
+                if are_of_other_samples(one.output_gradients, other.output_gradients, by_rows=by_rows):
+                    self.verdict.shared_inputs = True
                     continue
                 self.verdict.wrong.append(
                     f"micro batches {one.number} of rank {one.ranks[0]} and {other.number} of rank {other.ranks[0]} are the same samples"
                 )
                 return
-        if self.verdict.of_one_input:
+        if self.verdict.shared_inputs:
             self.verdict.notes.append(
                 "the model is called with the same for losses of different samples, as where it computes a whole graph: which samples these are is not judged"
             )
@@ -240,7 +239,7 @@ class Calls:
         return f"ranks {replicas[0]} and {replicas[1]} hold the same weights: the samples are not divided among the ranks"
 
 
-def _are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
+def are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
     """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
     states = [micro_batch.generator_state for micro_batch in (one, other)]
     draw_apart = states[0] is not None and states[1] is not None and not torch.equal(states[0], states[1])

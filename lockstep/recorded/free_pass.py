@@ -131,6 +131,9 @@ class FreePass:
     def _judge_samples(self, pieces: list[JoinedMicroBatch]) -> None:
         """Compute and judge a micro batch, or all pieces of one."""
         recorded = [self.recorded(called) for called in pieces]
+        for called in pieces if self.reference.all_wide else ():
+            if called.generator_state is not None:
+                self.reference.note_draws(called)
         for called, (_, told) in zip(pieces, recorded, strict=True):
             for model_pass, results in (
                 (self.yardstick, self.yardstick_results),

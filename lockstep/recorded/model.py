@@ -230,13 +230,27 @@ class Model(Passes):
         calls = self.calls_of_topk or {}
         choices = {calls[name]: tensor for name, tensor in told.items() if name in calls}
         self.mode = make(choices, self.widths)
-        if isinstance(self.mode, Float32):
-            self.mode.default_dtype = dtype_of(self.recording.origin.default_dtype)
         self.mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
         self.mode.entropies = [] if self.exact else None
         if self.recording.origin.device != "cpu":
             self.mode.kept_of = functools.partial(self.recording.dropped, self.step, micro_batch)
         return self.mode
+
+    def note_draws(self, micro_batch: JoinedMicroBatch) -> None:
+        """Note the dtypes in which a run in float64 drew random numbers: of a pass that computes as the run did. The model is exact."""
+        self.buffers, self.changed = (
+            self.recording.buffers(self.step, micro_batch),
+            micro_batch.record.attributes,
+        )
+        mode = self.mode = Told()
+        mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype_of(micro_batch.record.default_dtype))
+        try:
+            with self._precision(micro_batch, mode), torch.no_grad():
+                self._forward(micro_batch)
+        finally:
+            torch.set_default_dtype(default)
 
     def _forward(self, micro_batch: JoinedMicroBatch) -> Any:
         """Call the model with a micro batch, in the state that it had before it; return what the model returns.

@@ -119,10 +119,10 @@ class Replay:
             gradient = like(gradient, parameter)
             # SparseAdam updates only the rows that have a gradient.
             parameters[name].grad = gradient.to_sparse(1) if self.kind is torch.optim.SparseAdam else gradient
-        closure = inspect.signature(self.kind.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise CannotStep("it needs a closure, which calls the model again")
         with _as_cannot_step():
+            closure = inspect.signature(self.kind.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise CannotStep("it needs a closure, which calls the model again")
             optimizer = self._build_optimizer(building, exact, moved)
             with _as_one_process(), Float64() if exact else contextlib.nullcontext():
                 rng_state = torch.get_rng_state()

@@ -270,12 +270,18 @@ class Ranks:
             if any(clip.too_late for clip in record.clips):
                 wrong.append(f"rank {rank} clipped after the optimizer's step, so it has no effect")
                 return True
-            empty = {name for clip in record.clips if clip.parameters for name in clip.empty}
-            without = sorted(
+            clipped = {name for name in gradients if any(clip.has(name) for clip in record.clips)}
+            # Another optimizer may have a later loss.
+            later = {
                 name
-                for name in gradients
-                if name not in empty and not any(clip.has(name) for clip in record.clips)
-            )
+                for clip in record.clips
+                for name in clip.without_gradient
+                if not any(
+                    name in optimizer.held and not clipped.isdisjoint(optimizer.held)
+                    for optimizer in record.optimizers
+                )
+            }
+            without = sorted(gradients.keys() - clipped - later)
             if record.clips and without:
                 wrong.append(
                     f"{len(gradients) - len(without)} of {len(gradients)} parameters with a gradient were clipped, and not {without[0]}"

@@ -16,7 +16,7 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import far_gradients, redrawn, update
-from lockstep.recorded.calls import Calls
+from lockstep.recorded.calls import Calls, are_views
 from lockstep.recorded.counts import Counts
 from lockstep.recorded.free_pass import FreePass, columns_of
 from lockstep.recorded.loss_weights import LossWeights
@@ -247,7 +247,12 @@ class _Step:
             return
         whole, part = method.partition(".")[0], type(self.recording.skeleton).__name__
         pairs = itertools.combinations(self.micro, 2)
-        if any(other.record.together and one.has_inputs(other.tensors, other.record) for one, other in pairs):
+        if any(
+            other.record.together
+            and one.has_inputs(other.tensors, other.record)
+            and not are_views(one, other)
+            for one, other in pairs
+        ):
             raise UserError(
                 f"the loop calls {method}, which calls {part} twice with the same, and not {whole} itself, so what it computes is not known; "
                 f"let the forward method of {whole} call it, as DistributedDataParallel needs, too, and record again"

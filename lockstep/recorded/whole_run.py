@@ -38,14 +38,14 @@ def judge(
     with_replacement: bool,
     cut: Sequence[tuple[int, ...]] = (),
     views: bool = False,
-    of_one_input: bool = False,
+    shared_inputs: bool = False,
     recorded: int = 0,
 ) -> RunVerdict:
     """Return the verdict on the whole run.
 
     `recordings` are those of one training, in order. `with_replacement`: samples are drawn with replacement,
     and may come again at any time. `cut` has the ranks of each group that have pieces of the same samples.
-    `views`: the model is called several times with one batch, for as many views of it. `of_one_input`: it is called
+    `views`: the model is called several times with one batch, for as many views of it. `shared_inputs`: it is called
     with the same for losses of different samples, which are not seen. `recorded` is how many steps, from the first on,
     are judged one by one.
 
@@ -67,7 +67,7 @@ def judge(
     whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
-    if not of_one_input:
+    if not shared_inputs:
         _judge_division(verdict, samples, len(cut[0]) if cut else 1)
         _judge_given(verdict, ranks, cut)
         _judge_samples(verdict, samples, with_replacement=with_replacement)

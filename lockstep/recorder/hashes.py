@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from lockstep.recorder.complex_numbers import as_real
+
 # Odd 64-bit numbers without structure, as signed integers: the fractional parts of the golden ratio and of the
 # square root of 3
 FACTORS = (-7046029254386353131, -4942790177534073029)
@@ -19,6 +21,7 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
 
     Elements where a `mask` of the same shape is 0, such as padding, do not count.
     """
+    samples = as_real(samples)
     rows = samples.detach().reshape(len(samples), samples[:1].numel())
     if rows.is_floating_point():
         rows = rows.double().view(torch.int64)

@@ -16,7 +16,8 @@ from lockstep.recorder.recorded_step import MicroBatchRecord
 
 IGNORED = (-100, -1)  # labels of tokens that do not count
 LABELS = ("label", "target")  # words in the names of arguments that are labels
-# The relative rest of a gradient that is no multiple of another one, which rounding errors do not reach
+# The relative rest of a gradient that is no multiple of another one, which rounding errors do not reach; also the share of rows that two
+# losses of different samples may have in common
 APART = 0.1
 LOG_PROBS = "log_probs"  # the field that a model of TRL returns instead of logits
 
@@ -127,29 +128,26 @@ class JoinedMicroBatch:
         )
 
 
-def have_other_losses(
+def are_of_other_samples(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, by_rows: bool
 ) -> bool:
-    """Whether gradients at outputs for the same inputs are those of losses of different samples.
+    """Whether gradients at the outputs for the same inputs are those of losses of different samples.
 
-    Each has the gradients that arrived, by the name of the output. One must be no multiple of the other; `by_rows`: they must be zero in
-    other rows, such as those of other nodes of a graph. Gradients may be no multiples because random numbers were drawn.
+    Each has the gradients that arrived, by the name of the output. `by_rows`: hardly a row is other than zero in both, as where each loss
+    is of its own nodes of a graph. Otherwise, one is no multiple of the other.
     """
     for name in one.keys() & other.keys():
-        if by_rows:
-            rows, other_rows = (
-                (of[name] if of[name].ndim > 1 else of[name][:, None]).any(-1).flatten()
-                for of in (one, other)
-            )
-            if rows.shape == other_rows.shape and not torch.equal(rows, other_rows):
-                return True
+        x, y = one[name].double(), other[name].double()
+        if x.shape != y.shape or not (x.any() and y.any()):
             continue
-        x, y = one[name].flatten().double(), other[name].flatten().double()
-        if (
-            x.shape == y.shape
-            and x.any()
-            and float((y - x @ y / (x @ x) * x).norm()) > APART * float(y.norm())
-        ):
+        if by_rows:
+            rows, other_rows = ((of if of.ndim > 1 else of[:, None]).any(-1).flatten() for of in (x, y))
+            shared = int((rows & other_rows).sum())
+            are_apart = shared <= APART * min(int(rows.sum()), int(other_rows.sum()))
+        else:
+            x, y = x.flatten(), y.flatten()
+            are_apart = float((y - x @ y / (x @ x) * x).norm()) > APART * float(y.norm())
+        if are_apart:
             return True
     return False
 

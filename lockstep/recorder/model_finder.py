@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class InProcess:
             return self.target(*arguments, **options)
         except Exception as error:
             if finding.recorder is not None:
-                finding.recorder.error = error
+                finding.recorder.see_error(error)
             raise
         finally:
             finding.stop()
@@ -179,16 +180,24 @@ def _method_that_calls(part: torch.nn.Module) -> str:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        parameters = (
-            owner.parameters() if isinstance(owner, torch.nn.Module) and _is_part_of(part, owner) else ()
-        )
-        if any(id(parameter) not in held for parameter in parameters):
-            found = f"{type(owner).__name__}.{code.co_name}"
+        owner = _owner_of(frame)
+        is_around = owner is not None and _is_part_of(part, owner)
+        if is_around and any(id(parameter) not in held for parameter in owner.parameters()):
+            found = f"{type(owner).__name__}.{frame.f_code.co_name}"
         elif found:
             break
     return found
+
+
+def _owner_of(frame: FrameType) -> Any:
+    """Return the module whose method a frame is in; None if it is in no method of one, or in a constructor that has not begun."""
+    code = frame.f_code
+    around = code.co_qualname.rpartition(".")[0]
+    # f_locals keeps what the variables of a frame hold now, such as a batch. So few frames are looked into.
+    if not code.co_argcount or not around or around.endswith("<locals>"):
+        return None
+    owner = frame.f_locals.get(code.co_varnames[0])
+    return owner if isinstance(owner, torch.nn.Module) and "_modules" in vars(owner) else None
 
 
 def _is_part_of(part: torch.nn.Module, module: torch.nn.Module) -> bool:

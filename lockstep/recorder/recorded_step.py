@@ -21,7 +21,6 @@ class Origin(Strict):
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
     tf32: list[Name] = []  # the float32 operations that a GPU computes in TF32
-    default_dtype: Name = "torch.float32"  # of torch, when the first step was written
     date: str = ""
     versions: dict[Name, Name] = {}
 
@@ -64,6 +63,7 @@ class MicroBatchRecord(Strict):
     zeroed: bool = False
     # Whether it is in the loss of another model, whose optimizer stepped then, or its gradient is for the batch
     elsewhere: bool = False
+    default_dtype: Name = "torch.float32"  # of torch
     differentiated: bool = False  # whether the gradient that arrived was differentiated in turn
     # Whether the model was called before a gradient had arrived for the micro batch before this one
     together: bool = False
@@ -94,7 +94,7 @@ class Clip(Strict):
     too_late: bool = False  # whether it came after the update
     after: Whole | None = None  # how many micro batches; None: all of them
     parameters: list[Name] | None = None  # those with a gradient; None: all of the model's
-    empty: list[Name] = []  # those whose gradient was None, as where their loss is another, later one
+    without_gradient: list[Name] = []  # those that had none, as where their loss is another, later one
     beside: MayBreakDown = 0.0  # the norm of the gradients of parameters that are none of the model's
 
     def has(self, name: str) -> bool:

@@ -263,6 +263,7 @@ class Recorder(Updates):
             "used": False,  # whether a gradient arrives at what the model returns
             "reached": False,  # by a backward pass
             "elsewhere": False,  # whether it is in the loss of another model, such as a discriminator's
+            "default_dtype": str(torch.get_default_dtype()),
             "differentiated": False,  # whether the loop has a gradient of the gradient that arrives
             "scalars": {},  # the gradients that arrive at scalars
             "losses": [],  # the losses that the loop computes
@@ -532,7 +533,7 @@ def recording(
     try:
         yield recorder
     except Exception as error:
-        recorder.error = error
+        recorder.see_error(error)
         raise
     finally:
         recorder.when_complete()

@@ -15,7 +15,7 @@ from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
 from lockstep.recorder import building, dropout_masks
-from lockstep.recorder.micro_batch import JoinedMicroBatch, have_other_losses, join_pieces, require_whole
+from lockstep.recorder.micro_batch import JoinedMicroBatch, are_of_other_samples, join_pieces, require_whole
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recorded_step import (
     ERROR,
@@ -248,14 +248,15 @@ class Recording:
             return {name: self._tensor(owner, step, f"{name}#0") for name in names}
 
         outputs, other_outputs = (parts(owner, f"forward/{number}/") for owner in (first, rank))
+        has_inputs = bool(one.micro_batches[number].tensors)
         # Ranks that each compute a part of the samples by the model's own code have other outputs. What is drawn changes outputs, too,
         # but for the first.
         is_drawn = any(record.micro_batches[number].drawn for record in (one, other))
         names = [*outputs][:1] if is_drawn else [*outputs]
-        if not all(torch.equal(outputs[name], other_outputs[name]) for name in names):
+        if has_inputs and not all(torch.equal(outputs[name], other_outputs[name]) for name in names):
             return False
         gradients = (parts(owner, f"backward/{number}/returned.") for owner in (first, rank))
-        return have_other_losses(*gradients, by_rows=is_drawn)
+        return are_of_other_samples(*gradients, by_rows=has_inputs)
 
     def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
         """Whether these ranks together hold all elements of a tensor."""

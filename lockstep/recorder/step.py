@@ -112,8 +112,7 @@ class StepRecorder:
                 lambda *given: parallelism.require_not_fsdp1(self.model, given),
             )
         ]
-        # What ended the run
-        self.error: Exception | None = None
+        self.error = ""  # what ended the run
         # What removes hooks that stay until the end of the run
         self.always: list[Callable[[], None]] = []
 
@@ -154,9 +153,14 @@ class StepRecorder:
         self._remove_hooks()
         for remove in self.always:
             remove()
-        if self.error is not None and self._rank_folder.is_dir():
-            said = f"{type(self.error).__name__}: {first_line(self.error)}"
-            write_text(self._rank_folder / ERROR, json.dumps({"error": said}))
+        # The error is the user's. Another one, as of a full disk, must not take its place.
+        with contextlib.suppress(OSError):
+            if self.error and self._rank_folder.is_dir():
+                write_text(self._rank_folder / ERROR, json.dumps({"error": self.error}))
+
+    def see_error(self, error: Exception) -> None:
+        """Note the error that ends the run, in words: the error itself would keep all that its frames hold."""
+        self.error = f"{type(error).__name__}: {first_line(error)}"
 
     def discard(self) -> None:
         """End the recording, and leave out the step that has begun."""
@@ -226,7 +230,6 @@ class StepRecorder:
                 "device": str(next(self.model.parameters()).device),
                 "seed": str(torch.initial_seed()),
                 "tf32": parallelism.tf32(),
-                "default_dtype": str(torch.get_default_dtype()),
             }
             extra = {
                 "surroundings": self.surroundings,

@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from lockstep.recorder.step_tensors import digest_of, order_of
 
 OF_LIBRARIES = {
     "accelerate",
-    "deepspeed",
     "lightning",
     "lightning_fabric",
     "pytorch_lightning",
@@ -36,6 +36,8 @@ class Updates(StepRecorder):
 
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):
         super().__init__(model, folder, steps, modules)
+        # Optimizer -> the first step in which it stepped
+        self.first_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.removing += [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
@@ -59,11 +61,11 @@ class Updates(StepRecorder):
         equal = (clip for clip in self.clips if clip.items() >= fields.items())
         clip = next((clip for clip in equal if set(names).isdisjoint(clip["parameters"])), None)
         if clip is None:
-            clip = {**fields, "parameters": [], "empty": [], "beside": 0.0}
+            clip = {**fields, "parameters": [], "without_gradient": [], "beside": 0.0}
             self.clips.append(clip)
         clip["beside"] = math.hypot(clip["beside"], norm_beside)
         clip["parameters"] += names
-        clip["empty"] += sorted(own.keys() - set(names))
+        clip["without_gradient"] += sorted(own.keys() - set(names))
         # Gradients are None if an optimizer has stepped in the backward pass.
         clip["too_late"] = self._have_stepped(names or list(own))
 
@@ -170,6 +172,7 @@ class Updates(StepRecorder):
         parameters = wrapped.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        lasting = self.first_steps.setdefault(optimizer, self.step) < self.step
         if not self.optimizers and self._is_of_another_model(optimizer):
             # The micro batches are in that model's loss, unless a gradient arrives later, or is kept until the model's own optimizer
             # steps. What arrived before this optimizer's gradients were set to zero was not for it.
@@ -178,7 +181,7 @@ class Updates(StepRecorder):
                 micro_batch["elsewhere"] |= number not in arrived_before
             self.arrived_since = False
             self.elsewhere += len(held)
-            self.other_replicas += _replicas(held)
+            self.other_replicas += _replicas(held, lasting=lasting)
             return
         if not self.arrived_since:
             for micro_batch in self.micro:
@@ -216,7 +219,7 @@ class Updates(StepRecorder):
             {
                 **description,
                 "strangers": sum(id(parameter) not in names for parameter in held),
-                "replicas": _replicas([parameter for parameter in held if id(parameter) not in names]),
+                "replicas": _replicas([p for p in held if id(p) not in names], lasting=lasting),
                 "again": is_again,
                 # An optimizer may stand for others, which have stepped in the backward pass.
                 "idle": bool(held) and all(parameter.grad is None for parameter in held),
@@ -280,14 +283,17 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _replicas(parameters: list[torch.Tensor]) -> list[list[int]]:
-    """Return the hashes of (weights, gradient) of those parameters that all ranks may hold."""
+def _replicas(parameters: list[torch.Tensor], *, lasting: bool) -> list[list[int]]:
+    """Return the hashes of (weights, gradient) of those parameters that all ranks may hold.
+
+    `lasting`: their optimizer has stepped in a step before. A tensor that is no nn.Parameter, and is held by a new optimizer each time,
+    is a rank's own, such as a perturbation of its samples.
+    """
+    kinds = (torch.nn.Parameter, torch.Tensor) if lasting else (torch.nn.Parameter,)
     return [
         [digest_of(p), digest_of(p.grad)]
         for p in parameters
-        if type(p) in (torch.nn.Parameter, torch.Tensor)
-        and p.grad is not None
-        and p.grad.layout is torch.strided
+        if type(p) in kinds and p.grad is not None and p.grad.layout is torch.strided
     ]
 
 

@@ -26,6 +26,7 @@ import contextlib
 import functools
 import json
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +47,8 @@ from lockstep.recorder.hashes import hashes
 from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
-# How deep objects in a batch are nested that are looked at
-DEEPEST = 3
+# How deep objects in a batch are nested that are looked at, and how many attributes they have at most
+DEEPEST, MOST = 3, 100
 # How many batches of loaders are hashed as they are fetched
 BATCHES = 8
 
@@ -118,7 +119,9 @@ class Loaders:
             # It raises StopIteration after the last batch.
             batch = real(iterator)
             self.unfinished.add(self.loader)
-            self._see_batch(batch)
+            # A batch may be anything.
+            with contextlib.suppress(Exception):
+                self._see_batch(batch)
             self.source = getattr(iterator._index_sampler, "sampler", None)
             return batch
 
@@ -316,15 +319,38 @@ class WholeRun:
         self.write()
 
 
-def _dense_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
-    """Return the strided tensors with at least one dim in a value, and in attributes of its objects, such as a batch of graphs."""
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found += [leaf] if leaf.layout is torch.strided and leaf.ndim > 0 else []
-        elif depth < DEEPEST and not isinstance(leaf, (type, torch.nn.Module)):
-            found += _dense_tensors(getattr(leaf, "__dict__", {}), depth + 1)
+def _dense_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the strided tensors with at least one dim in a value. Those of its objects, such as a batch of graphs, are looked for if it has
+    no tensor with a row for each sample."""
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if _is_dense(leaf)]
+    if not any(tensor.ndim > 1 for tensor in tensors):
+        for leaf in leaves:
+            tensors += _dense_attributes(leaf)
+    return tensors
+
+
+def _dense_attributes(owner: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Return the strided tensors among the attributes of an object, of dicts that these are, and of objects that these are."""
+    if (
+        isinstance(owner, (str, int, float, torch.Tensor, torch.nn.Module, type, types.ModuleType))
+        or depth == DEEPEST
+    ):
+        return []
+    try:
+        attributes = owner if isinstance(owner, dict) else vars(owner)
+    except TypeError:
+        return []
+    found: list[torch.Tensor] = []
+    for attribute in attributes.values() if len(attributes) <= MOST else ():
+        found += [attribute] if _is_dense(attribute) else _dense_attributes(attribute, depth + 1)
     return found
+
+
+def _is_dense(one: Any) -> bool:
+    """Whether a value is a strided tensor with at least one dim."""
+    is_strided = isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_nested
+    return is_strided and one.ndim > 0
 
 
 def _schedules() -> list[type]:

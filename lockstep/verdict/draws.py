@@ -104,13 +104,6 @@ def is_drawing(function: Function) -> bool:
     return getattr(function, "__name__", "") in DRAWING
 
 
-def has_dtype(args: Given, kwargs: Named) -> bool:
-    """Whether a call says in which dtype it draws. `torch.normal` of tensors draws in their dtype."""
-    return kwargs.get("dtype") is not None or any(
-        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in (*args, *kwargs.values())
-    )
-
-
 def drawn_in(
     dtype: torch.dtype, function: Function, args: Given, kwargs: Named, wide: torch.dtype = torch.float64
 ) -> Any:
@@ -129,7 +122,11 @@ def drawn_in(
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
-    if function.__name__ in FACTORIES and not has_dtype(args, kwargs):
+    # `torch.normal` of tensors draws in their dtype.
+    has_dtype = narrow_kwargs.get("dtype") is not None or any(
+        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in (*args, *kwargs.values())
+    )
+    if function.__name__ in FACTORIES and not has_dtype:
         narrow_kwargs["dtype"] = dtype
     drawn = function(*narrow_args, **narrow_kwargs)
     if function.__name__ in IN_PLACE:

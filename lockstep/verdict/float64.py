@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.dumps.trace import CountsTopk, Function, Given, Named, TopkArguments
 from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
-from lockstep.verdict.draws import FACTORIES, drawn_in, has_dtype, is_drawing
+from lockstep.verdict.draws import drawn_in, is_drawing
 
 # mypy does not know them.
 CFLOAT, CDOUBLE = (getattr(torch.Tensor, name) for name in ("cfloat", "cdouble"))
@@ -290,20 +290,11 @@ class Float32(Float64):
     """The yardstick's mode for a run in float64: inside, torch.float64 means torch.float32."""
 
     wide, meanings = torch.float32, NARROWER
-    default_dtype = torch.float32  # of torch, in the run
     casts = {torch.Tensor.double: torch.Tensor.float, CDOUBLE: CFLOAT}
 
-    def call(self, function: Function, args: Given, kwargs: Named) -> Any:
-        # Inside, torch.float64 means float32, too.
-        self.says_float32 = torch.float32 in (*args, *kwargs.values())
-        return super().call(function, args, kwargs)
-
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
-        """Return what the run drew, in float32. It drew in float64 unless its code says float32."""
-        is_default = function.__name__ in FACTORIES and not has_dtype(args, kwargs)
-        dtype = self.default_dtype if is_default else torch.float32 if self.says_float32 else torch.float64
-        if self.dtypes is not None:
-            self.dtypes[number] = dtype
+        """Return what the run drew, in float32. `dtypes` are those of a pass that computes in float64, as the run did."""
+        dtype = torch.float64 if self.dtypes is None else self.dtypes.get(number, torch.float64)
         return drawn_in(dtype, function, args, kwargs, self.wide)
 
 

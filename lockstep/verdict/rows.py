@@ -52,7 +52,7 @@ class StepVerdict:
     clipped: str = ""  # by how much the gradient was clipped, to be read after it
     difference: str = ""  # of this mean from the mean over all tokens, likewise
     views: bool = False  # whether micro batches are the same samples, for other random numbers
-    of_one_input: bool = False  # whether micro batches are the same inputs, for losses of different samples
+    shared_inputs: bool = False  # whether micro batches are the same inputs, for losses of different samples
     nothing: bool = False  # whether the loss has no gradient
     unjudged: list[str] = field(default_factory=list)  # what is not judged, such as a loss or an optimizer
     tolerated_weights: float = 0.0  # relative error that is tolerated of the micro batches' weights

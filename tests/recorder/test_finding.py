@@ -193,3 +193,29 @@ def test_a_loop_that_calls_another_method_than_forward(tmp_path, capsys, method,
     captured = capsys.readouterr()
     last = (captured.out + captured.err).splitlines()[-1]
     assert said in last and ("alone" in last) == (method == "loss"), last
+
+
+BEFORE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, inside):
+        size = inside(torch.zeros(1, 4)).shape[1]  # before torch's constructor
+        super().__init__()
+        self.inside, self.head = inside, torch.nn.Linear(size, 2)
+    def forward(self, x):
+        return self.head(self.inside(x))
+model = Net(torch.nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_constructor_that_calls_a_part_first(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(BEFORE)
+    command = [sys.executable, "-m", "lockstep.record", "--output", "run", "train.py"]
+    subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    assert judge.main([str(tmp_path / "run")]) == 0
+    assert "alone" not in capsys.readouterr().out

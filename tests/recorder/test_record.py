@@ -22,6 +22,7 @@ from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import from_config
 from lockstep.recorder import building, tree
 from lockstep.recorder import step as recorder_step
+from lockstep.recorder.micro_batch import are_of_other_samples
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import normalisation
 
@@ -91,7 +92,9 @@ def test_a_changed_file_is_seen(runs, tmp_path, capsys):
     assert "world_size is 0" in capsys.readouterr().err
     path.unlink()
     assert judge.main([str(folder)]) == 2
-    assert "rank 1 of 2 did not record step 1; record again" in capsys.readouterr().err
+    assert (
+        "rank 1 of 2 did not record step 1; a rank whose process trains no model" in capsys.readouterr().err
+    )
 
 
 def test_shards_that_do_not_cover_a_tensor_are_refused(runs):
@@ -1088,3 +1091,24 @@ def test_a_scaler_is_left_as_it_was(tmp_path):
             scaler.step(optimizer)
             scaler.update()
     assert torch.amp.GradScaler.step is real
+
+
+@pytest.mark.parametrize(
+    "other, by_rows, found",
+    [
+        ([[1.0, 2.0], [0.0, 0.0]], True, False),
+        ([[3.0, 6.0], [0.0, 0.0]], False, False),  # a multiple
+        ([[2.0, -1.0], [0.0, 0.0]], False, True),
+        ([[2.0, -1.0], [0.0, 0.0]], True, False),  # as of other random numbers
+        ([[0.0, 0.0], [1.0, 2.0]], True, True),
+        ([[1.0, 2.0], [1.0, 2.0]], True, False),
+        ([[0.0, 0.0], [0.0, 0.0]], True, False),
+    ],
+)
+def test_losses_of_different_samples(other, by_rows, found):
+    one, other = ({"0": torch.tensor(rows)} for rows in ([[1.0, 2.0], [0.0, 0.0]], other))
+    assert are_of_other_samples(one, other, by_rows=by_rows) == found
+    assert are_of_other_samples({"0": one["0"][:, 0]}, {"0": other["0"][:, 0]}, by_rows=True) in (
+        found,
+        False,
+    )
