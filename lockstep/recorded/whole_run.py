@@ -231,6 +231,8 @@ def _judge_samples(verdict: RunVerdict, ranks: list[list[RunStep]], *, with_repl
             "where they are drawn with replacement, say --with-replacement"
         )
         return
+    if any(step.uneven for steps in ranks for step in steps):
+        return
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
     # Fewer repeats may be of samples that the data set holds twice.
     are_many = len(order) - len(distinct) > max(per_step, FEW * len(order))

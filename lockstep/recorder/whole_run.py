@@ -5,6 +5,7 @@
 A step has:
 
     samples            for each micro batch, the hashes of its samples
+    uneven             whether tensors have other numbers of rows, such as nodes and edges: a row may be no sample
     rates              the learning rates
     optimizers         the numbers of the optimizers that stepped
     scheduled          {by whom a schedule was stepped: how often}
@@ -190,6 +191,7 @@ class WholeRun:
         """Begin a step."""
         # For each micro batch, the hashes of its samples
         self.samples: list[torch.Tensor] = []
+        self.uneven = False
         # Those of the micro batches before a step of another model's optimizer
         self.elsewhere: list[torch.Tensor] = []
         self.rates: list[float] = []
@@ -224,6 +226,7 @@ class WholeRun:
             mask = given.get("attention_mask")
             # An element of a tensor of one dim may be a sample, or a part of one, such as a token of packed texts.
             rows = [tensor for tensor in tensors if tensor.ndim > 1]
+            self.uneven |= len({len(tensor) for tensor in rows} - {1}) > 1
             of_samples = [
                 tensor for tensor in rows if len(tensor) == len(rows[0]) and tensor.device == rows[0].device
             ]
@@ -241,6 +244,7 @@ class WholeRun:
         self.lines.append(
             {
                 "samples": self.samples,
+                "uneven": self.uneven,
                 "rates": self.rates,
                 "optimizers": sorted(self.optimizers),
                 "scheduled": {

@@ -79,6 +79,8 @@ def judged(*recordings, with_replacement=False):
             [Made(epochs(2, size=8, steps=2), data_sets=[DATA])],
             "after 8 different ones, of the 16 that the data set has",
         ),
+        # Rows of edges, which are no samples
+        ([Made(epochs(2, size=8, steps=2), data_sets=[DATA], uneven=True)], ""),
         ([Made(epochs(1), scheduled={"train": 2})], "stepped 2 times in a step, the number of processes"),
         (
             [Made(epochs(1), rates=[0.0])],
