@@ -115,8 +115,7 @@ def _run(run: Callable[..., Any], script: str, finding: "ModelFinder") -> int:
         raise
     except Exception as error:  # noqa: BLE001 - the script's own: errors of the recorder end the recording alone
         show_exception()
-        if finding.recorder is not None:
-            finding.recorder.see_error(error)
+        finding.see_error(error)
         return 1
     finally:
         finding.stop()

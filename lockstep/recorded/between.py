@@ -40,7 +40,7 @@ def judge(recording: Recording, verdict: StepVerdict) -> None:
     # If some parameters wait, the attributes are those of other optimizers.
     if not waiting:
         state += [name.rpartition("/")[0] for name in attributes]
-    shapes = {name: parameter.shape for name, parameter in recording.skeleton.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in recording.parameters.items()}
     trained = set(recording.names(step, "gradient"))
     # Of each weight that may be an average: by which shares of the way to trained weights it may have moved
     shares: dict[str, list[tuple[float, float]]] = {}

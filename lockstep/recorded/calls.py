@@ -183,7 +183,7 @@ class Calls:
         """
         for one, other in itertools.combinations(self.micro, 2):
             if one.first is not other.first and one.has_inputs(other.tensors, other.record):
-                if are_views(one, other):
+                if _are_views(one, other):
                     self.verdict.views = True
                     continue
                 by_rows = bool(one.tensors) or one.ranks == other.ranks
@@ -209,6 +209,27 @@ class Calls:
             self.verdict.wrong.append(f"{where}, though {why}")
         else:
             self.verdict.notes.append(f"{where}, so they are taken for ranks of a model-parallel group")
+
+    def leave_the_rest(self) -> None:
+        """Say if a part of a larger model was recorded. Raises UserError for one that is called twice with the same for a loss."""
+        method = self.recording.tree.get("part_of")
+        if not method:
+            return
+        whole, part = method.partition(".")[0], type(self.recording.skeleton).__name__
+        pairs = itertools.combinations(self.micro, 2)
+        if any(
+            other.record.together
+            and one.has_inputs(other.tensors, other.record)
+            and not _are_views(one, other)
+            for one, other in pairs
+        ):
+            raise UserError(
+                f"the loop calls {method}, which calls {part} twice with the same, and not {whole} itself, so what it computes is not known; "
+                f"let the forward method of {whole} call it, as DistributedDataParallel needs, too, and record again"
+            )
+        self.verdict.leave(
+            f"{part} alone is judged, which {method} calls, as the loop does not call {whole} itself"
+        )
 
     def drawn_apart(self) -> bool:
         """Whether replicas each drew their own random numbers for one micro batch.
@@ -239,7 +260,7 @@ class Calls:
         return f"ranks {replicas[0]} and {replicas[1]} hold the same weights: the samples are not divided among the ranks"
 
 
-def are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
+def _are_views(one: JoinedMicroBatch, other: JoinedMicroBatch) -> bool:
     """Whether a loss is made of two calls with one batch that draw other random numbers, as for two masks of dropout."""
     states = [micro_batch.generator_state for micro_batch in (one, other)]
     draw_apart = states[0] is not None and states[1] is not None and not torch.equal(states[0], states[1])

@@ -13,7 +13,6 @@ from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.model_pass import ModelPass
-from lockstep.recorder.complex_numbers import as_real
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
@@ -150,8 +149,7 @@ class ForcedPass:
         recording = self.reference.recording
         micro_batch = recording.steps[0][0].micro_batches[0]
         dtype = micro_batch.reduce_dtype or micro_batch.param_dtype
-        named = recording.skeleton.named_parameters()
-        initial = {name: as_real(parameter).dtype for name, parameter in named}
+        initial = {name: parameter.dtype for name, parameter in recording.parameters.items()}
         return {
             name: dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=_eps)
             for name in observed

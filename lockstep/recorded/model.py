@@ -17,7 +17,7 @@ from lockstep.ground.errors import UserError
 from lockstep.inputs.weights import perturbed
 from lockstep.recorded.streamed import Context, Streamed
 from lockstep.recorder import building
-from lockstep.recorder.complex_numbers import as_real, in_width, like
+from lockstep.recorder.complex_numbers import as_real, in_width, is_inexact, like
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
@@ -26,7 +26,7 @@ from lockstep.recorder.recording import Recording
 from lockstep.recorder.step_tensors import generators, in_order, restore_generators
 from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
 from lockstep.verdict.computed import Passes
-from lockstep.verdict.float64 import Float32, Float64, Place, Told, make_exact
+from lockstep.verdict.float64 import Float32, Float64, Place, Told, default_dtype, make_exact
 from lockstep.verdict.lazy import Lazy, OnDisk
 from lockstep.verdict.mean_over import in_rows
 
@@ -79,7 +79,7 @@ class Model(Passes):
             make_exact(self.model, _tables(self.model))
         frozen = set(recording.steps[step - 1][0].frozen)
         for name, parameter in self.model.named_parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
+            if is_inexact(parameter):
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
         # Integer outputs of modules, as they were returned
@@ -209,11 +209,7 @@ class Model(Passes):
 
         It is kept as `self.mode`. The buffers and attributes that the pass begins with are kept, too.
         """
-        # A pass may change buffers and attributes, such as a mean or a bias of experts.
-        self.buffers, self.changed = (
-            self.recording.buffers(self.step, micro_batch),
-            micro_batch.record.attributes,
-        )
+        self._begin_with(micro_batch)
         make = Float64 if self.exact else Float32 if self.all_wide else Told
         # The first such pass finds out which output has the indices of which call of topk.
         if told and self.calls_of_topk is None:
@@ -238,19 +234,22 @@ class Model(Passes):
 
     def note_draws(self, micro_batch: JoinedMicroBatch) -> None:
         """Note the dtypes in which a run in float64 drew random numbers: of a pass that computes as the run did. The model is exact."""
+        self._begin_with(micro_batch)
+        mode = self.mode = Told()
+        mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
+        with (
+            default_dtype(dtype_of(micro_batch.record.default_dtype)),
+            self._precision(micro_batch, mode),
+            torch.no_grad(),
+        ):
+            self._forward(micro_batch)
+
+    def _begin_with(self, micro_batch: JoinedMicroBatch) -> None:
+        """Keep the buffers and attributes before a micro batch. A pass may change them, such as a mean or a bias of experts."""
         self.buffers, self.changed = (
             self.recording.buffers(self.step, micro_batch),
             micro_batch.record.attributes,
         )
-        mode = self.mode = Told()
-        mode.dtypes = self.dtypes.setdefault((micro_batch.ranks[0], micro_batch.number), {})
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype_of(micro_batch.record.default_dtype))
-        try:
-            with self._precision(micro_batch, mode), torch.no_grad():
-                self._forward(micro_batch)
-        finally:
-            torch.set_default_dtype(default)
 
     def _forward(self, micro_batch: JoinedMicroBatch) -> Any:
         """Call the model with a micro batch, in the state that it had before it; return what the model returns.

@@ -7,7 +7,6 @@ with the same optimizer's step in float64 from the gradients that the run had.
 
 import contextlib
 import functools
-import itertools
 import math
 
 import torch
@@ -16,14 +15,13 @@ from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import far_gradients, redrawn, update
-from lockstep.recorded.calls import Calls, are_views
+from lockstep.recorded.calls import Calls
 from lockstep.recorded.counts import Counts
 from lockstep.recorded.free_pass import FreePass, columns_of
 from lockstep.recorded.loss_weights import LossWeights
 from lockstep.recorded.model import tf32_of
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorder.complex_numbers import as_real
 from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
@@ -61,8 +59,7 @@ def judge(
 def bytes_to_judge(recording: Recording) -> int:
     """Return about how many bytes it takes to judge a step if the model is computed as a whole."""
     # The weights in float64 and as the model has them; gradients, and what is computed in between, need memory, too.
-    weights = map(as_real, recording.skeleton.parameters())
-    return 4 * sum(weight.numel() * (8 + weight.itemsize) for weight in weights)
+    return 4 * sum(weight.numel() * (8 + weight.itemsize) for weight in recording.parameters.values())
 
 
 def _why_unusable(gradients: Gradients) -> str:
@@ -162,7 +159,7 @@ class _Step:
             verdict.notes.append(
                 f"the first {number} micro batches of this step count for nothing: their gradient was set to zero before the step, which the loop does not do in every step"
             )
-        self._leave_the_rest()
+        self.calls.leave_the_rest()
         self.calls.judge_launch()
         ranks.judge_clips()
         self.gradients = ranks.before_clipping_by_value(gradients)
@@ -213,7 +210,7 @@ class _Step:
             or self.calls.drawn_apart()
         ):
             return verdict
-        dtypes = {as_real(parameter).dtype for parameter in self.recording.skeleton.parameters()}
+        dtypes = {parameter.dtype for parameter in self.recording.parameters.values()}
         for micro_batch in self.micro:
             draws.require_known(micro_batch, self.ranks[0].data_parallel, dtypes)
         nominal, after_modules = self._judge_free(weights, expect)
@@ -240,31 +237,9 @@ class _Step:
         self.verdict.leave(f"step {self.verdict.step} is not judged: {why}")
         return self.verdict
 
-    def _leave_the_rest(self) -> None:
-        """Say if a part of a larger model was recorded. Raises UserError for one that is called twice with the same for a loss."""
-        method = self.recording.tree.get("part_of")
-        if not method:
-            return
-        whole, part = method.partition(".")[0], type(self.recording.skeleton).__name__
-        pairs = itertools.combinations(self.micro, 2)
-        if any(
-            other.record.together
-            and one.has_inputs(other.tensors, other.record)
-            and not are_views(one, other)
-            for one, other in pairs
-        ):
-            raise UserError(
-                f"the loop calls {method}, which calls {part} twice with the same, and not {whole} itself, so what it computes is not known; "
-                f"let the forward method of {whole} call it, as DistributedDataParallel needs, too, and record again"
-            )
-        self.verdict.leave(
-            f"{part} alone is judged, which {method} calls, as the loop does not call {whole} itself"
-        )
-
     def _require_shapes(self, weights: Gradients) -> None:
         """Raise UserError for a weight that has another shape than when the recording began."""
-        named = self.recording.skeleton.named_parameters()
-        shapes = {name: as_real(parameter).shape for name, parameter in named}
+        shapes = {name: parameter.shape for name, parameter in self.recording.parameters.items()}
         name = next((name for name, w in weights.items() if w.shape != shapes.get(name, w.shape)), None)
         if name is not None:
             raise UserError(
@@ -413,8 +388,8 @@ class _Step:
         )
         distances = {row.name: row.distance for row in self.verdict.rows if row.kind == "gradient"}
         entries = {
-            f"gradient/{name}": {"shape": list(as_real(parameter).shape), "dtype": "F64"}
-            for name, parameter in self.recording.skeleton.named_parameters()
+            f"gradient/{name}": {"shape": list(parameter.shape), "dtype": "F64"}
+            for name, parameter in self.recording.parameters.items()
         }
         zeros = zeros_of(distances, entries, self.verdict.precision)
         rows = self.free.alone.judge(

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.inputs.model import being_recomputed
+from lockstep.recorder.complex_numbers import is_inexact
 
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)  # of units
 # Where a parameter is: its module, its key there, and the parameter itself
@@ -43,7 +44,7 @@ def _weights_in(unit: torch.nn.Module) -> list[Place]:
         (module, key, weight)
         for module in unit.modules()
         for key, weight in module._parameters.items()
-        if weight is not None and (weight.is_floating_point() or weight.is_complex())
+        if weight is not None and is_inexact(weight)
     ]
 
 

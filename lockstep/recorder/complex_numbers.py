@@ -26,3 +26,8 @@ def in_width(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of floating point or complex, and so is rounded."""
+    return tensor.is_floating_point() or tensor.is_complex()

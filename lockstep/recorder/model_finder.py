@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import optimizer
 
 from lockstep.ground import user_file
 from lockstep.recorder import divided_attributes, losses, patches, wrapped
+from lockstep.recorder.callers import callers
 from lockstep.recorder.names import MAIN
 from lockstep.recorder.recorder import Recorder
 from lockstep.recorder.whole_run import Loaders
@@ -121,6 +122,11 @@ class ModelFinder:
         if model is not None:
             self._record(model).whole_run.in_evaluation = True
 
+    def see_error(self, error: Exception) -> None:
+        """Note the error that ends the run."""
+        if self.recorder is not None:
+            self.recorder.see_error(error)
+
     def stop(self) -> None:
         # The recorder has replaced functions that were replaced here before: the last replacement is undone first.
         if self.recorder is not None:
@@ -155,8 +161,7 @@ class InProcess:
         try:
             return self.target(*arguments, **options)
         except Exception as error:
-            if finding.recorder is not None:
-                finding.recorder.see_error(error)
+            finding.see_error(error)
             raise
         finally:
             finding.stop()
@@ -177,27 +182,20 @@ def _method_that_calls(part: torch.nn.Module) -> str:
     Of methods that call each other, it is the first. Returns "" if there is none. What the rest of the model computes is not seen.
     """
     held, found = {id(parameter) for parameter in part.parameters()}, ""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = _owner_of(frame)
-        is_around = owner is not None and _is_part_of(part, owner)
+    for code, owner in callers(_is_method):
+        # A constructor of a module may call a part before that of torch has begun.
+        is_module = isinstance(owner, torch.nn.Module) and "_modules" in vars(owner)
+        is_around = is_module and _is_part_of(part, owner)
         if is_around and any(id(parameter) not in held for parameter in owner.parameters()):
-            found = f"{type(owner).__name__}.{frame.f_code.co_name}"
+            found = f"{type(owner).__name__}.{code.co_name}"
         elif found:
             break
     return found
 
 
-def _owner_of(frame: FrameType) -> Any:
-    """Return the module whose method a frame is in; None if it is in no method of one, or in a constructor that has not begun."""
-    code = frame.f_code
+def _is_method(code: CodeType) -> bool:
     around = code.co_qualname.rpartition(".")[0]
-    # f_locals keeps what the variables of a frame hold now, such as a batch. So few frames are looked into.
-    if not code.co_argcount or not around or around.endswith("<locals>"):
-        return None
-    owner = frame.f_locals.get(code.co_varnames[0])
-    return owner if isinstance(owner, torch.nn.Module) and "_modules" in vars(owner) else None
+    return bool(around) and not around.endswith("<locals>")
 
 
 def _is_part_of(part: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.dumps.trace import named_outputs
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder import wrapped
+from lockstep.recorder.complex_numbers import is_inexact
 
 # A key in the metadata of an autograd function: the name of the module whose output it made
 OUTPUT = "lockstep.module"
@@ -190,7 +191,7 @@ class ModuleHooks:
         replacements: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(call_name, output):
             # What is not of floating point is kept, too, such as which experts a router chose.
-            is_choice = self.inside and not (tensor.is_floating_point() or tensor.is_complex())
+            is_choice = self.inside and not is_inexact(tensor)
             # The zeros of a dropout's output show which elements it dropped.
             is_choice |= self.inside and isinstance(module, torch.nn.Dropout)
             if name in self.passed_on or not (tensor.requires_grad or is_choice) or tensor.is_sparse:

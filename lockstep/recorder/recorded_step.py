@@ -238,9 +238,8 @@ class RunStep(Strict):
     """What is kept of every step of a rank (lockstep/recorder/whole_run.py)."""
 
     samples: list[list[int]]  # of each micro batch, a hash for each sample
-    uneven: bool = (
-        False  # whether tensors have other numbers of rows, such as nodes and edges: a row may be no sample
-    )
+    # Whether tensors have other numbers of rows, such as nodes and edges: a row may be no sample
+    uneven: bool = False
     rates: list[MayBreakDown]  # the learning rates
     optimizers: list[Whole] = []  # the numbers of those that step
     scheduled: dict[Name, Whole]  # by whom a schedule was stepped, and how often

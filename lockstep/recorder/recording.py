@@ -15,6 +15,7 @@ from lockstep.ground.errors import UserError, first_line, printable
 from lockstep.ground.files import read_json
 from lockstep.ground.schemas import validate
 from lockstep.recorder import building, dropout_masks
+from lockstep.recorder.complex_numbers import as_real
 from lockstep.recorder.micro_batch import JoinedMicroBatch, are_of_other_samples, join_pieces, require_whole
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.recorded_step import (
@@ -141,6 +142,11 @@ class Recording:
     def skeleton(self) -> torch.nn.Module:
         """The recorded model, built once, to be looked at. Its parameters are on the meta device."""
         return self.build()
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters of the recorded model by name, on the meta device. Those that are complex are pairs, as they are recorded."""
+        return {name: as_real(parameter) for name, parameter in self.skeleton.named_parameters()}
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         try:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import math
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorder import patches, wrapped
+from lockstep.recorder.callers import callers
 from lockstep.recorder.optimizers import described
 from lockstep.recorder.step import StepRecorder, harmless
 from lockstep.recorder.step_tensors import digest_of, order_of
 
-OF_LIBRARIES = {
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "torch",
-    "transformers",
-}
+# Packages whose wrappers of an optimizer only pass its step on
+OF_LIBRARIES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "transformers"}
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
@@ -268,14 +262,7 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> str:
 
     Wrappers of libraries only pass the call on.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        code = frame.f_code
-        # f_locals keeps what the variables of a frame hold now, such as a loss with its graph. So few frames are looked into.
-        if code.co_name != "step" or not code.co_argcount:
-            continue
-        owner = frame.f_locals.get(code.co_varnames[0])
+    for _, owner in callers(lambda code: code.co_name == "step"):
         if owner is optimizer or not isinstance(owner, torch.optim.Optimizer):
             continue
         if type(owner).__module__.partition(".")[0] not in OF_LIBRARIES:

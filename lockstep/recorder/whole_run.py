@@ -324,8 +324,10 @@ class WholeRun:
 
 
 def _dense_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the strided tensors with at least one dim in a value. Those of its objects, such as a batch of graphs, are looked for if it has
-    no tensor with a row for each sample."""
+    """Return the strided tensors with at least one dim in a value.
+
+    Those of its objects, such as a batch of graphs, are looked for if it has no tensor with a row for each sample.
+    """
     leaves = tree_leaves(value)
     tensors = [leaf for leaf in leaves if _is_dense(leaf)]
     if not any(tensor.ndim > 1 for tensor in tensors):

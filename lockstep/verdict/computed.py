@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.recorder.complex_numbers import as_real, like
+from lockstep.recorder.complex_numbers import as_real, is_inexact, like
 from lockstep.recorder.module_hooks import ModuleHooks
 from lockstep.verdict.float64 import Taken
 from lockstep.verdict.mean_over import Mean
@@ -68,8 +68,7 @@ class Passes:
         """Return the tensor that takes the place of the computed one; None if there is none."""
         written = self.written.get(name)
         written = None if written is None else like(written, tensor)
-        is_comparable = tensor.is_floating_point() or tensor.is_complex()
-        if written is None or written.shape != tensor.shape or not is_comparable:
+        if written is None or written.shape != tensor.shape or not is_inexact(tensor):
             return None
         return _like(tensor, written) if name.startswith("backward/") else _Replace.apply(tensor, written)
 

@@ -8,10 +8,11 @@ A mixture's router chooses experts by `torch.topk`. Where two scores are nearly 
 differs. So the reference can be told what a run chose. It then reports how far each choice is from being its own.
 """
 
+import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -309,6 +310,17 @@ def _is_in_place(function: Function) -> bool:
     return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch's default dtype be another one inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def make_exact(model: torch.nn.Module, tables: Collection[str]) -> None:
     """Prepare a model for `Float64`, in place: its weights become float64.
 
@@ -330,14 +342,9 @@ def _keep_float32(module: torch.nn.Module) -> None:
 
     def as_in_a_run(*args: Any, **kwargs: Any) -> Any:
         buffers_before = [buffer.clone() for buffer in module.buffers()]
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            with torch._C.DisableTorchFunction():
-                narrow_args, narrow_kwargs = _cast((args, kwargs), NARROWER)
-                output = _cast(forward(*narrow_args, **narrow_kwargs), WIDER)
-        finally:
-            torch.set_default_dtype(default)
+        with default_dtype(torch.float32), torch._C.DisableTorchFunction():
+            narrow_args, narrow_kwargs = _cast((args, kwargs), NARROWER)
+            output = _cast(forward(*narrow_args, **narrow_kwargs), WIDER)
         if not any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(output)):
             return output
         for buffer, buffer_before in zip(module.buffers(), buffers_before, strict=True):

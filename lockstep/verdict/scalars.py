@@ -47,8 +47,7 @@ class Loss:
         if run == baseline and any(self._is_apart(other, baseline) for other in blamed_for):
             checks.append((self.exact[run], "the reference", self.tolerated))
         elif run not in blamed_for:
-            base = self.by_strategy[baseline] + self.moved.get(run, 0.0)
-            checks.append((base, baseline, self.tolerated))
+            checks.append((self._expected(run, baseline), baseline, self.tolerated))
         if run in self.exact:
             checks.append((self.exact[run], "the reference", self.limit))
         for base, whose, tolerated in checks:
@@ -61,8 +60,11 @@ class Loss:
         return run in self.exact and abs(self.by_strategy[run] - self.exact[run]) <= self.tolerated
 
     def _is_apart(self, run: str, baseline: str) -> bool:
-        base = self.by_strategy[baseline] + self.moved.get(run, 0.0)
-        return not abs(self.by_strategy[run] - base) <= self.tolerated
+        return not abs(self.by_strategy[run] - self._expected(run, baseline)) <= self.tolerated
+
+    def _expected(self, run: str, baseline: str) -> float:
+        """Return what the loss of a run should be by that of the baseline."""
+        return self.by_strategy[baseline] + self.moved.get(run, 0.0)
 
 
 def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: Dumps) -> list[Loss]:
