@@ -33,8 +33,6 @@ from lockstep.plan.config import BASELINE, BETAS, EPS
 from lockstep.plan.strategies import others
 from lockstep.training.optim import decays
 from lockstep.verdict import forced
-from lockstep.verdict import modules as recorded_modules
-from lockstep.verdict import rows as recorded_rows
 from lockstep.verdict.distance import Distance, Size, clip_factor, distance_of
 from lockstep.verdict.factors import farthest, project
 from lockstep.verdict.float64 import make_exact
@@ -48,6 +46,7 @@ from lockstep.verdict.judgement import (
     tolerance,
     typical_error,
 )
+from lockstep.verdict.rows import StepVerdict
 
 TRIALS = 100
 SPOILT = ("all of it", "one middling element")
@@ -166,19 +165,18 @@ def computed(folder: Path, strategy: str) -> tuple[dict[str, Computed], int]:
     dump, initial = Dump(folder / strategy), Dump(folder / "reference")
     reference_model, yardstick_model = forced.model_of(dump), forced.model_of(dump)
     make_exact(reference_model, dump.layout.tables)
-    real, tolerated = recorded_rows.judged, dict[str, tuple[float, float]]()
+    real, tolerated = StepVerdict.judged, dict[str, tuple[float, float]]()
 
-    def judged(step: int, *arguments: Any, **options: Any) -> list[Judgement]:
-        rows = real(step, *arguments, **options)
-        if step == 1:
+    def judged(verdict: StepVerdict, *arguments: Any, **options: Any) -> list[Judgement]:
+        rows = real(verdict, *arguments, **options)
+        if verdict.step == 1:
             tolerated.update({row.name: (row.tolerated, row.tolerated_largest) for row in rows})
         return rows
 
     Kept.every = []
     with (
         mock.patch.object(forced, "Factors", Kept),
-        mock.patch.object(recorded_modules, "judged", judged),
-        mock.patch.object(forced, "judged", judged),
+        mock.patch.object(StepVerdict, "judged", judged),
     ):
         forced.judge(dump, initial, reference_model, yardstick_model)
     first = Kept.every[0]

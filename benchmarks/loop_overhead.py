@@ -79,7 +79,9 @@ def main() -> None:
     path = Path(tempfile.mkdtemp()) / "history.json"
 
     def loop_step():
-        record.add(training.train_step(strategy, inputs.batches, config.mesh, device, len(record.steps))[0])
+        record.steps.append(
+            training.train_step(strategy, inputs.batches, config.mesh, device, len(record.steps))[0]
+        )
         if rank == 0:
             record.save_if_due(path)
 

@@ -15,7 +15,6 @@ from lockstep.plan.config import BETAS
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.rates import rate_of
 from lockstep.training.optim import decays, direction
-from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Failure, Result
@@ -141,9 +140,7 @@ class Case:
     @property
     def clip(self) -> float:
         """The factor by which the gradients must have been clipped before the update; NaN if no norm was recorded."""
-        if self.norm is None:
-            return math.nan
-        return self.norm.clip if math.isfinite(self.norm.clip) else clip_factor(self.options, self.norm.used)
+        return math.nan if self.norm is None else self.norm.clip
 
     # Rows
 
@@ -312,10 +309,6 @@ class Case:
             and self.source(module) is not None
             and len(self.dump.layout.parameters[weight]) == 2
         )
-
-    def consumers(self, module: str) -> list[str]:
-        """Return the names of the outputs that are directly computed from a captured tensor."""
-        return [name for name, sources in self.dump.layout.sources.items() if module in sources]
 
     def has(self, *names: str) -> bool:
         """Whether the run and its reference have all of these tensors of the step."""

@@ -28,11 +28,10 @@ def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
     return [name for name, value in known.items() if abs(factor - value) <= near * value]
 
 
-def relative_error(own: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    """Return the relative error (2-norm) of several pieces together; 0 if the reference is zero."""
-    error = sum(float((a - b).square().sum()) for a, b in zip(own, reference, strict=True))
-    size = sum(float(b.square().sum()) for b in reference)
-    return math.sqrt(error / size) if size else 0.0
+def relative_error(own: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the relative error (2-norm); 0 if the reference is zero."""
+    size = float(reference.norm())
+    return float((own - reference).norm()) / size if size else 0.0
 
 
 def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None:
@@ -48,9 +47,7 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
         return None
     is_kept = ~is_zeroed & (reference != 0)
     factor = multiple_of(own[is_kept], reference[is_kept])
-    error = (
-        relative_error([own[is_kept]], [factor * reference[is_kept]]) if math.isfinite(factor) else math.inf
-    )
+    error = relative_error(own[is_kept], factor * reference[is_kept]) if math.isfinite(factor) else math.inf
     if not (
         factor > 1
         and error <= SAME_FACTOR
@@ -71,10 +68,7 @@ def are_rounded_to_bfloat16(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) 
     """
     has_many_values = False
     for own, reference in pairs:
-        if (
-            not bool((own == own.bfloat16().double()).all())
-            or not relative_error([own], [reference]) <= 2.0**-5
-        ):
+        if not bool((own == own.bfloat16().double()).all()) or not relative_error(own, reference) <= 2.0**-5:
             return False
         has_many_values = has_many_values or len(own.unique()) >= 16
     return has_many_values

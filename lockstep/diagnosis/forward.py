@@ -206,13 +206,19 @@ def mask_off_by_one(case: Case) -> Cause | None:
 
 
 def rounded(case: Case) -> Cause | None:
-    """Every element is a bfloat16 number, in a run that computes in float32."""
-    is_float32 = case.entry["tensors"][case.first]["dtype"] == "F32" and case.options["precision"] == "fp32"
-    if is_float32 and evidence.are_rounded_to_bfloat16([(case.own(case.first), case.reference(case.first))]):
-        return Cause(
-            "precision", f"every element of {describe(_name(case))} is a bfloat16 number, in a float32 run"
-        )
-    return None
+    """Every element of the wrong tensors is a bfloat16 number, in a run that computes them in float32.
+
+    In autocast, only parameters are: gradients are float32 sums of bfloat16 products.
+    """
+    kind = case.first.partition("/")[0]
+    names = [case.first] if kind == "forward" else [row.name for row in case.wrong(kind)]
+    is_float32 = case.options["precision"] in (("fp32", "autocast") if kind == "parameter" else ("fp32",))
+    is_float32 &= all(case.entry["tensors"][name]["dtype"] == "F32" for name in names)
+    if not is_float32 or not evidence.are_rounded_to_bfloat16((case.own(n), case.right(n)) for n in names):
+        return None
+    what = describe(_name(case)) if kind == "forward" else f"{len(names)} {kind}s"
+    run = "" if kind == "parameter" else ", in a float32 run"
+    return Cause("precision", f"every element of {what} is a bfloat16 number{run}")
 
 
 def sum_over_tp(case: Case) -> Cause | None:

@@ -1,10 +1,11 @@
 """Rules for a first wrong gradient of a parameter. The forward and backward tensors that it is computed from are right."""
 
-import torch
+import math
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case
+from lockstep.diagnosis.forward import rounded
 from lockstep.dumps.layout import SEQUENCE
 from lockstep.ground.words import listed
 from lockstep.verdict.result import Cause
@@ -15,7 +16,7 @@ MANY = 1 << 24
 
 def _wrong(case: Case) -> list[str]:
     """Return the parameters whose gradients are wrong."""
-    return [row.name.removeprefix("gradient/") for row in case.wrong("gradient")]
+    return [row.path for row in case.wrong("gradient")]
 
 
 def stale(case: Case) -> Cause | None:
@@ -31,18 +32,6 @@ def stale(case: Case) -> Cause | None:
         )
     if all(case.explains(name, case.own(name, last)) for name in names):
         return Cause("stale gradients", f"{listed(names)}: the gradient of the step before")
-    return None
-
-
-def rounded(case: Case) -> Cause | None:
-    """Every element is a bfloat16 number. Not in autocast, where gradients are float32 sums of bfloat16 products."""
-    names = [f"gradient/{name}" for name in _wrong(case)]
-    if not names or case.options["precision"] != "fp32":
-        return None
-    if evidence.are_rounded_to_bfloat16((case.own(name), case.reference(name)) for name in names):
-        return Cause(
-            "precision", f"every element of {len(names)} gradients is a bfloat16 number, in a float32 run"
-        )
     return None
 
 
@@ -161,17 +150,10 @@ def one_factor(case: Case) -> Cause | None:
 
 def _some_known(case: Case) -> list[recompute.Contributions]:
     """Return the contributions to the first, the middle and the last of the wrong gradients whose contributions are known."""
-    known = [
-        contributions
-        for contributions in (recompute.Contributions(case, name) for name in _wrong(case))
-        if contributions.known and _size(case, contributions.parameter) <= MANY
-    ]
+    parameters = case.dump.layout.parameters
+    few = [name for name in _wrong(case) if math.prod(parameters[name]) <= MANY]
+    known = [one for one in (recompute.Contributions(case, name) for name in few) if one.known]
     return [known[index] for index in sorted({0, len(known) // 2, len(known) - 1})] if known else []
-
-
-def _size(case: Case, name: str) -> int:
-    """Return the number of elements of a parameter."""
-    return torch.Size(case.dump.layout.parameters[name]).numel()
 
 
 GRADIENT_RULES = (stale, rounded, broken_tie, own_heads_only, one_rank_only, uneven_samples, one_factor)

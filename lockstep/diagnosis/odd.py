@@ -208,14 +208,14 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
             ("before", own[:, 1:], reference[:, :-1]),
             ("after", own[:, :-1], reference[:, 1:]),
         ):
-            if evidence.relative_error([part], [base]) <= 1e-4 < evidence.relative_error([own], [reference]):
+            if evidence.relative_error(part, base) <= 1e-4 < evidence.relative_error(own, reference):
                 sentences.append(f"each position has the values of the one {side} it")
     return sentences
 
 
 def _is_multiple(own: torch.Tensor, reference: torch.Tensor, times: float) -> bool:
     """Whether `times` the reference leaves nearly nothing of the error."""
-    left, error = (evidence.relative_error([own], [base]) for base in (times * reference, reference))
+    left, error = (evidence.relative_error(own, base) for base in (times * reference, reference))
     return left <= evidence.SAME_FACTOR * error
 
 

@@ -64,7 +64,8 @@ def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
     {} unless the tensor enters such layers only.
     """
     shares: dict[str, list[torch.Tensor]] = {}
-    for module in case.consumers(name):
+    consumers = [other for other, sources in case.dump.layout.sources.items() if name in sources]
+    for module in consumers:
         weight = f"parameter/{case.weight_of(module)}"
         if (
             not case.is_linear(module)
@@ -133,10 +134,10 @@ class Contributions:
         num_parts = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
         return are_right and not is_tied and 4 * self.samples <= shape[-1] // num_parts
 
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (the run's block, the reference's block, the contributions to it)."""
-        case, name = self.case, f"gradient/{self.parameter}"
-        own, reference = case.own(name), case.reference(name)
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (the run's block, the contributions to it)."""
+        case = self.case
+        own = case.own(f"gradient/{self.parameter}")
         g = self._by_sample(case.own(f"backward/{self.module}"))
         if self.what == "weight" and own.ndim == 2:
             x = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
@@ -145,7 +146,7 @@ class Contributions:
                 x, g = g, x
             for start in range(0, len(own), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
-                yield own[rows], reference[rows], g[..., rows].transpose(1, 2) @ x
+                yield own[rows], g[..., rows].transpose(1, 2) @ x
             return
         if self.what == "bias":
             products = g.sum(1)
@@ -155,10 +156,8 @@ class Contributions:
             if bias in case.dump.layout.parameters:
                 normed = normed - case.before(bias)
             products = (normed / weight * g).sum(1)
-        for own_part, reference_part, contributed in zip(
-            *(self._parts(tensor) for tensor in (own, reference, products)), strict=True
-        ):
-            yield own_part[None], reference_part[None], contributed[:, None]
+        for own_part, contributed in zip(self._parts(own), self._parts(products), strict=True):
+            yield own_part[None], contributed[:, None]
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a vector, cut over tp and then over dp, along the last dim."""
@@ -184,7 +183,7 @@ def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
     """
     gram = torch.zeros(found.samples, found.samples, dtype=torch.float64)
     projections = torch.zeros(found.samples, dtype=torch.float64)
-    for own, _, contributions in found.blocks():
+    for own, contributions in found.blocks():
         flat = contributions.flatten(1)
         gram += flat @ flat.T
         projections += flat @ own.flatten()
@@ -193,7 +192,7 @@ def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
     weights = torch.linalg.lstsq(gram, projections[:, None]).solution[:, 0]
     squared_error = sum(
         float((own - (weights[:, None, None] * contributions).sum(0)).square().sum())
-        for own, _, contributions in found.blocks()
+        for own, contributions in found.blocks()
     )
     return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), squared_error**0.5
 
@@ -205,7 +204,7 @@ def samples_of_one_replica(found: Contributions, size: int) -> tuple[list[int], 
     """
     replicas = found.case.mesh.num_sample_shares // size
     counts, squared_error = [0] * replicas, 0.0
-    for own, _, contributions in found.blocks():
+    for own, contributions in found.blocks():
         means = replicas * contributions.unflatten(0, (replicas, -1)).sum(1)  # (replicas, rows, columns)
         errors = (means - own).square().sum(-1)
         nearest = errors.argmin(0)

@@ -7,9 +7,9 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, MOMENTS, Case
+from lockstep.diagnosis.forward import rounded
 from lockstep.ground.words import listed
 from lockstep.verdict.distance import clip_factor
-from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 SAME_NORM = 1e-5  # two norms that are as near as this (relative) are the same
@@ -89,7 +89,7 @@ def norms_by_stage(case: Case) -> list[float]:
         squares = [
             row.distance.own_norm**2
             for row in case.rows.values()
-            if row.kind == "gradient" and case.names.unit_of(row.name.removeprefix("gradient/")) in units
+            if row.kind == "gradient" and case.names.unit_of(row.path) in units
         ]
         norms.append(math.sqrt(sum(squares)))
     return norms
@@ -152,8 +152,10 @@ def clipped_by_rank(case: Case) -> Cause | None:
         tensors = case.own(row.name), case.fresh(row.name)
         pairs = zip(*(case.shares(row.name, "tp", tensor) for tensor in tensors), strict=True)
         for factor, (own_pieces, fresh_pieces) in zip(factors, pairs, strict=True):
-            expected = [factor * piece for piece in fresh_pieces]
-            if not evidence.relative_error(own_pieces, expected) <= row.tolerated / row.distance.norm:
+            own, fresh = (
+                torch.cat([piece.flatten() for piece in pieces]) for pieces in (own_pieces, fresh_pieces)
+            )
+            if not evidence.relative_error(own, factor * fresh) <= row.tolerated / row.distance.norm:
                 return None
     shown = ", ".join(f"{factor:.4g}" for factor in factors)
     return Cause(
@@ -165,21 +167,11 @@ def clipped_by_rank(case: Case) -> Cause | None:
 # The parameters
 
 
-def rounded(case: Case) -> Cause | None:
-    """Every element is a bfloat16 number, though parameters are float32."""
-    names = [_parameter(row) for row in case.wrong("parameter")]
-    if case.options["precision"] != "bf16" and evidence.are_rounded_to_bfloat16(
-        (case.own(f"parameter/{name}"), case.updated(name)) for name in names
-    ):
-        return Cause("precision", f"every element of {len(names)} parameters is a bfloat16 number")
-    return None
-
-
 def update_left_out(case: Case) -> Cause | None:
     """All wrong elements are bit for bit what they were before the step."""
     rows, shown = case.wrong("parameter"), []
     for row in rows:
-        name = _parameter(row)
+        name = row.path
         own, before = case.own(row.name), case.before(name)
         is_wrong = (own - case.updated(name)).abs() > row.tolerated_largest
         is_unchanged = own == before
@@ -216,7 +208,7 @@ def other_decay(case: Case) -> Cause | None:
     """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
     rows, errors = case.wrong("parameter"), []
     for row in rows:
-        before, updated = case.before(_parameter(row)), case.updated(_parameter(row))
+        before, updated = case.before(row.path), case.updated(row.path)
         if bool((before == before.flatten()[0]).all()):
             return None  # of weights that are all equal, a multiple is a constant
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
@@ -225,7 +217,7 @@ def other_decay(case: Case) -> Cause | None:
         errors.append(-factor / case.rate)
     if not errors or not all(math.isclose(error, errors[0], rel_tol=2 * LEFT) for error in errors):
         return None
-    names = listed([_parameter(row) for row in rows])
+    names = listed([row.path for row in rows])
     return Cause(
         "weight decay", f"the moments are right; the weight decay of {names} is off by {errors[0]:+.4g}"
     )
@@ -238,7 +230,7 @@ def other_average(case: Case) -> Cause | None:
     """All averages moved towards the weights by the same share of the way, which is not 1 - decay, or did not move."""
     shares = []
     for row in case.wrong("average"):
-        before, weights = case.average_before(_parameter(row)), case.own(f"parameter/{_parameter(row)}")
+        before, weights = case.average_before(row.path), case.own(f"parameter/{row.path}")
         share = evidence.multiple_of(case.own(row.name) - before, weights - before)
         if not math.isfinite(share) or not case.explains(row.name, before + share * (weights - before)):
             return None
@@ -251,15 +243,10 @@ def other_average(case: Case) -> Cause | None:
         if abs(shares[0]) < 1e-6
         else f"moved {shares[0]:.4g} of the way to the weights, as with a decay of {1 - shares[0]:.4g}"
     )
-    names = listed([_parameter(row) for row in case.wrong("average")])
+    names = listed([row.path for row in case.wrong("average")])
     return Cause(
         "weight average", f"the weights are right; the average of {names} {moved}; the decay is {decay:g}"
     )
-
-
-def _parameter(row: Judgement) -> str:
-    """Return the name of the parameter that a row is of."""
-    return row.name.split("/", 1)[1]
 
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)

@@ -147,26 +147,16 @@ class Dump:
             if (entry["dtype"] == "I64") != is_int64 or (self.exact and entry["dtype"] not in ("F64", "I64")):
                 raise UserError(f"{path}: step {step}: {name} cannot be {entry['dtype']}; {REMEDY}")
         # Which further outputs a module has depends on its kernel. What is computed from them is judged.
-        return [
-            name
-            for name in expected
-            if name not in tensors
-            and not self._is_hidden(name)
-            and (self.exact or not self._is_further(name))
-        ]
+        return [name for name in expected if name not in tensors and not self._may_lack(name)]
 
-    def _is_further(self, name: str) -> bool:
-        kind, _, module = name.partition("/")
-        return kind in ("forward", "backward") and self.layout.is_further(module)
-
-    def _is_hidden(self, name: str) -> bool:
-        """Whether a tensor is inside of a compiled layer, where nothing is captured."""
+    def _may_lack(self, name: str) -> bool:
+        """Whether a run may lack a tensor: an output of a module beside its first, or one inside of a compiled layer."""
         kind, _, module = name.partition("/")
         backend = self.run["config"]["compile"]
         return (
             not self.exact
             and kind in ("forward", "backward")
-            and compiled.is_hidden(self.layout.names, backend, module)
+            and (self.layout.is_further(module) or compiled.is_hidden(self.layout.names, backend, module))
         )
 
     def _read_header(self, step: int) -> dict:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,9 +65,6 @@ class History:
         """Step -> hash of its global batch."""
         return {step["step"]: step["batch_hash"] for step in self.steps}
 
-    def add(self, step: dict) -> None:
-        self.steps.append(step)
-
     def save_if_due(self, path: Path) -> None:
         """Save the history, but at most once in SAVE_INTERVAL: short steps should not wait for the disk."""
         if time.monotonic() - self._saved >= SAVE_INTERVAL:
@@ -88,7 +86,8 @@ class History:
 def read(path: Path) -> History:
     """Read a history file. Raises UserError if it is none, is damaged, or contradicts itself."""
     content = read_sealed(path, "a loss history", FORMAT, REMEDY)
-    require_consistent(parse(content, path), path)
+    for problem in _contradictions(validate(File, content, path, REMEDY)):
+        raise UserError(f"{path}: {problem}; {REMEDY}")
     parts = {**{key: content[key] for key in PARTS}, "weights": content["weights"] or {}}
     return History(steps=content["steps"], **parts)
 
@@ -151,55 +150,28 @@ class File(Strict):
     sha256: Sha256
 
 
-def parse(content: dict, path: object) -> File:
-    """Return the content of a loss history as a `File`.
-
-    Raises UserError for the first field that is missing, unknown or of another type.
-    """
-    return validate(File, content, path, REMEDY)
-
-
-def require_consistent(file: File, path: object) -> None:
-    """Raise UserError if fields of the history contradict each other."""
-    problem = (
-        _run_problem(file.run) or _progress_problem(file) or _weights_problem(file) or _step_problem(file)
-    )
-    if problem:
-        raise UserError(f"{path}: {problem}; {REMEDY}")
-
-
-def _run_problem(run: Run) -> str:
-    """Return which entries of the run contradict each other, in words; "" if none do."""
+def _contradictions(file: File) -> Iterator[str]:
+    """Yield sentences about fields of a history that contradict each other."""
+    run, done, finished, weights = file.run, len(file.steps), file.ended == "finished", file.weights
     if run.peak_memory and len(run.peak_memory.bytes_by_rank) != run.config.num_workers:
-        return f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {run.config.num_workers}"
-    return next(header.contradictions(run.model_dump()), "")
-
-
-def _progress_problem(file: File) -> str:
-    done, finished = len(file.steps), file.ended == "finished"
-    if done > file.run.num_steps or (finished and done < file.run.num_steps):
-        return f"it has {done} of {file.run.num_steps} steps, but says that it {'finished' if finished else 'goes on'}"
-    if done and file.weights is None or (finished or done > 1) and file.contract is None:
-        return f"{done} steps were trained, but it has no {'weights' if file.weights is None else 'contract'}"
-    if finished != (file.weights is not None and file.weights.moved is not None):
-        return "the weights that moved are recorded when a run has finished, and not before"
-    return ""
-
-
-def _weights_problem(file: File) -> str:
-    weights = file.weights
-    if weights is None:
-        return ""
-    if (weights.final_sha256 is None) != (weights.moved is None):
-        return "only one of final_sha256 and moved is there"
-    if weights.moved is None:
-        return ""
-    if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
-        return f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
-    unknown = next(iter(sorted(set(weights.moved) - _updated(file.contract))), None)
-    if unknown:
-        return f"moved has {unknown}, which is in no optimizer group of its contract"
-    return "" if weights.moved == sorted(set(weights.moved)) else "moved is not a sorted list of names"
+        yield f"peak_memory is of {len(run.peak_memory.bytes_by_rank)} ranks, there are {run.config.num_workers}"
+    yield from header.contradictions(run.model_dump())
+    if done > run.num_steps or (finished and done < run.num_steps):
+        yield f"it has {done} of {run.num_steps} steps, but says that it {'finished' if finished else 'goes on'}"
+    if done and weights is None or (finished or done > 1) and file.contract is None:
+        yield f"{done} steps were trained, but it has no {'weights' if weights is None else 'contract'}"
+    if finished != (weights is not None and weights.moved is not None):
+        yield "the weights that moved are recorded when a run has finished, and not before"
+    if weights is not None and (weights.final_sha256 is None) != (weights.moved is None):
+        yield "only one of final_sha256 and moved is there"
+    if weights is not None and weights.moved is not None:
+        if bool(weights.moved) != (weights.final_sha256 != weights.initial_sha256):
+            yield f"{len(weights.moved)} weights moved, but initial and final sha256 say otherwise"
+        for unknown in sorted(set(weights.moved) - _updated(file.contract)):
+            yield f"moved has {unknown}, which is in no optimizer group of its contract"
+        if weights.moved != sorted(set(weights.moved)):
+            yield "moved is not a sorted list of names"
+    yield from _contradictions_of_steps(file)
 
 
 def _updated(contract: dict[Name, Any] | None) -> set[str]:
@@ -212,18 +184,17 @@ def _updated(contract: dict[Name, Any] | None) -> set[str]:
     return {name for names in members if isinstance(names, list) for name in names if isinstance(name, str)}
 
 
-def _step_problem(file: File) -> str:
+def _contradictions_of_steps(file: File) -> Iterator[str]:
     config = file.run.config
     tokens = tokens_per_step(vars(config))
     for position, step in enumerate(file.steps, start=1):
         if step.step != position:
-            return f"step {position} is missing"
+            yield f"step {position} is missing"
         if step.tokens != tokens:
-            return f"step {position} has {step.tokens} tokens; its configuration makes it {tokens}"
+            yield f"step {position} has {step.tokens} tokens; its configuration makes it {tokens}"
         if len(step.rank_losses) != config.dp_size:
-            return f"step {position} has {len(step.rank_losses)} rank losses; dp_size is {config.dp_size}"
+            yield f"step {position} has {len(step.rank_losses)} rank losses; dp_size is {config.dp_size}"
         if not header.is_mean(step.loss, step.rank_losses):
-            return f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
+            yield f"step {position} has a loss of {step.loss!r}, which is not the mean of its rank losses"
         if not header.is_finite(vars(step)) and (position < len(file.steps) or file.ended == "finished"):
-            return f"step {position} is not finite, but the run went on"
-    return ""
+            yield f"step {position} is not finite, but the run went on"

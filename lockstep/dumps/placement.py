@@ -1,5 +1,7 @@
 """Where a rank's part of an output lies in the whole one: rows by DP rank, positions by the cut of cp, one more dim by tp."""
 
+from dataclasses import dataclass
+
 import torch
 
 from lockstep.dumps.layout import BATCH, SEQUENCE
@@ -8,23 +10,26 @@ from lockstep.plan.cuts import Pieces
 from lockstep.plan.mesh import AXES, Coordinates, Cuts, Mesh, share
 
 
+@dataclass
 class Placement:
     """Where the outputs of one rank lie: the one at the coordinates `here`, which computes these `positions` of each sequence.
 
     `rows` is the number of sequences of a global batch.
     """
 
-    def __init__(self, mesh: Mesh, here: Coordinates, rows: int, seq_length: int, positions: Pieces):
-        self.mesh, self.here, self.positions = mesh, here, positions
-        self.rows_of_rank = rows // mesh.num_sample_shares
-        self.sizes = {BATCH: rows, SEQUENCE: seq_length}
+    mesh: Mesh
+    here: Coordinates
+    rows: int
+    seq_length: int
+    positions: Pieces
 
     def of(self, name: str, local: torch.Tensor, symbols: tuple) -> tuple[tuple[int, ...], list[Runs], bool]:
         """Return (the full shape, the runs of each of its dims that this rank's first micro batch covers, whether this rank writes them).
 
         Raises ValueError for a shape that is no share of the full tensor.
         """
-        full = tuple(self.sizes.get(symbol, symbol) for symbol in symbols)
+        sizes = {BATCH: self.rows, SEQUENCE: self.seq_length}
+        full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
         cut = {Cuts.SAMPLES: symbols[0] == BATCH, Cuts.POSITIONS: SEQUENCE in symbols, Cuts.WEIGHTS: False}
         runs = [
             self.positions if symbol == SEQUENCE else [(0, size)]
@@ -33,7 +38,7 @@ class Placement:
         if cut[Cuts.SAMPLES]:
             share_of_rank = self.mesh.sample_share(self.mesh.rank(self.here))
             # That all of its rows come is checked at the end of the step
-            runs[0] = [(share_of_rank * self.rows_of_rank, local.shape[0])]
+            runs[0] = [(share_of_rank * (self.rows // self.mesh.num_sample_shares), local.shape[0])]
         for dim in range(1, len(full)):
             if local.shape[dim] != _length(runs[dim]) and not cut[Cuts.WEIGHTS]:
                 cut[Cuts.WEIGHTS] = True

@@ -166,9 +166,12 @@ class TopkArguments(NamedTuple):
 
 
 class CountsTopk(TorchFunctionMode):
-    """A mode that numbers the calls of `torch.topk`, from 0. What is done with a call is the subclass's to say."""
+    """A mode that numbers the calls of `torch.topk`, from 0, and remembers of each the scores and the indices that were chosen."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[Any]()  # of calls that have numbers
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(
         self,
@@ -178,10 +181,12 @@ class CountsTopk(TorchFunctionMode):
         kwargs: Named | None = None,
     ) -> Any:
         result = self.call(function, args, kwargs or {})
-        if function not in (torch.topk, torch.Tensor.topk):
-            return result
-        self.calls += 1
-        return self.see_topk(self.calls - 1, TopkArguments(*args, **(kwargs or {})), result)
+        if function in (torch.topk, torch.Tensor.topk):
+            number, arguments = self.counts["topk"], TopkArguments(*args, **(kwargs or {}))
+            self.counts["topk"] += 1
+            result = self.see_topk(number, arguments, result)
+            self.seen[number] = arguments.input, result.indices
+        return result
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         """What a function of torch returns."""
@@ -189,18 +194,6 @@ class CountsTopk(TorchFunctionMode):
 
     def see_topk(self, number: int, arguments: TopkArguments, result: Any) -> Any:
         """What the call returns, given its `result`."""
-        return result
-
-
-class _Topk(CountsTopk):
-    """Remembers what each call of `torch.topk` was given and returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # scores and indices
-
-    def see_topk(self, number: int, arguments: TopkArguments, result: Any) -> Any:
-        self.seen.append((arguments.input, result.indices))
         return result
 
 
@@ -226,7 +219,7 @@ class _Trace:
         device = next(model.parameters()).device
         ids = torch.arange(batch * sequence, device=device).view(batch, sequence) % vocab_size
         own = torch.arange(sequence, device=device).repeat(batch, 1) if positions else None
-        with _Topk() as self._topk, device:
+        with CountsTopk() as self._topk, device:
             loss = (
                 _loss_on_meta(model, ids, own)
                 if device.type == "meta"
@@ -264,7 +257,7 @@ class _Trace:
 
     def chosen(self, tensor: torch.Tensor) -> int | None:
         """The number of the call of topk that returned these indices."""
-        indices = [storage(indices) for _, indices in self._topk.seen]
+        indices = [storage(indices) for _, indices in self._topk.seen.values()]
         return indices.index(storage(tensor)) if storage(tensor) in indices else None
 
     def choices(self, outputs: dict[str, tuple]) -> dict[str, Choice]:
@@ -286,7 +279,7 @@ class _Trace:
         known = {choice.call for choice in found.values()}
         # Of the same logits, a term of the loss may choose again, perhaps where softmax has rounded two scores to one: of those it takes either
         chosen_from = {choice.scores for choice in found.values()}
-        for call, (scores, indices) in enumerate(self._topk.seen):
+        for call, (scores, indices) in self._topk.seen.items():
             logits, width = _ranked(scores.grad_fn, nodes), scores.shape[-1]
             if call in known or logits is None or logits in chosen_from:
                 continue

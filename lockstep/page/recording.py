@@ -104,8 +104,8 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
         ("seed", run_origin.seed),
     )
     mesh = "; ".join(", ".join(map(str, group)) for group in sorted(groups))
-    weights = [places for name, places in first.places.items() if name.startswith("weight/")]
-    cut = sum(any(part.shape != whole.full for part in parts) for whole, *parts in weights)
+    weights = [placed for name, placed in first.places.items() if name.startswith("weight/")]
+    cut = sum(not placed.is_whole for placed in weights)
     kinds = dict.fromkeys(optimizer.kind.replace(":", ".") for optimizer in first.optimizers)
     return [
         ("model", f"{type(model).__module__}.{type(model).__name__}, {_size(model)}"),
@@ -196,10 +196,8 @@ def _places(ranks: Iterable[StepRecord], name: str) -> Placed:
     """
     kind, _, rest = name.partition("/")
     return [
-        [
-            (part.start, part.shape)
-            for part in places[1:]
-            if kind in ("gradient", "update") or part.shape != places[0].full
-        ]
-        for places in (record.places.get(f"{KEYS.get(kind)}/{rest}", []) for record in ranks)
+        [(part.start, part.shape) for part in placed.blocks]
+        if placed and (kind in ("gradient", "update") or not placed.is_whole)
+        else []
+        for placed in (record.places.get(f"{KEYS.get(kind)}/{rest}") for record in ranks)
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lockstep.diagnosis.case import Case
-from lockstep.dumps.dump import Dump, Dumps, number_of_elements
+from lockstep.dumps.dump import Dump, Dumps
 from lockstep.ground import origin
 from lockstep.page.payload import HEADS, Losses, Page, View, short
 from lockstep.page.writing import write as write_page
@@ -82,7 +82,7 @@ def _draw(case: Case) -> None:
                 for row in case.rows.values()
                 if row.which_pass == which and (row.too_far or which != "batch")
             ],
-            lambda row: number_of_elements(case.entry["tensors"][row.name]),
+            case.entry["tensors"],
             lambda row: (case.own(row.name), case.right(row.name)),
         )
 

@@ -93,20 +93,20 @@ class Mesh:
 
     def sample_share(self, rank: int) -> int:
         """The number of the share of the global batch that a rank is fed. Ranks that differ only along other axes share it."""
-        return _sample_shares(self)[rank]
+        return self.coordinates(rank).dp
 
     @property
     def num_sample_shares(self) -> int:
-        return math.prod(map(self.size, _cutting(Cuts.SAMPLES)))
+        return self.dp
 
     def first_with_share(self, share: int) -> int:
         """The lowest rank that is fed this share of the global batch."""
-        return _sample_shares(self).index(share)
+        return self.rank(Coordinates(dp=share))
 
     @property
     def num_loss_shares(self) -> int:
         """The number of ranks that compute the loss of different tokens; the loss is the mean over them."""
-        return self.num_sample_shares * math.prod(map(self.size, _cutting(Cuts.POSITIONS)))
+        return self.dp * self.cp
 
     def neighbour(self, rank: int, axis: str) -> int:
         """The next rank along an axis; after the last one, the first."""
@@ -170,27 +170,11 @@ class Geometry:
         )
 
 
-def _cutting(what: Cuts) -> tuple[str, ...]:
-    return tuple(axis for axis, cuts in AXES.items() if cuts is what)
-
-
 @functools.cache  # a capture asks for every tensor
 def _coordinates(mesh: Mesh) -> tuple[Coordinates, ...]:
     """The place of every rank, the innermost axis running fastest."""
     places = itertools.product(*(range(size) for size in mesh.sizes.values()))
     return tuple(Coordinates(**dict(zip(mesh.sizes, place, strict=True))) for place in places)
-
-
-@functools.cache  # the loop asks at every step
-def _sample_shares(mesh: Mesh) -> tuple[int, ...]:
-    """The share of the global batch of every rank."""
-    shares = []
-    for rank in range(mesh.world_size):
-        coordinates, share = mesh.coordinates(rank), 0
-        for axis in _cutting(Cuts.SAMPLES):
-            share = share * mesh.size(axis) + coordinates.along(axis)
-        shares.append(share)
-    return tuple(shares)
 
 
 def share(length: int, rank: int, size: int) -> tuple[int, int]:

@@ -171,11 +171,7 @@ class _Pair:
         `model` says how the model itself differs. If gradients differ, that is the reason. Else it has no effect, as the number of
         ranks has none, and is a note.
         """
-        tolerated = {
-            row.name.removeprefix("gradient/"): row.tolerated
-            for row in self.steps[0].rows
-            if row.kind == "gradient"
-        }
+        tolerated = {row.path: row.tolerated for row in self.steps[0].rows if row.kind == "gradient"}
         names = [recording.names(1, "gradient") for recording in self.pair]
         sentences = _in_one_run(names, "given a gradient")
         yield from sentences

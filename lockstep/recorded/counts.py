@@ -47,11 +47,11 @@ class Counts:
         worst = max(rows, key=lambda row: row.multiple)
         if not worst.too_far:
             return ""
-        name = worst.name.removeprefix("gradient/")
+        name = worst.path
         gradient = {name: self.gradients[name]}
         fitted = normalisation.fit(gradient, self.columns, self.clipped)
         if not fitted.typical <= self.tolerated:
-            return self.in_shards(row.name.removeprefix("gradient/") for row in rows if row.too_far)
+            return self.in_shards(row.path for row in rows if row.too_far)
         counts = fitted.weights[: len(self.micro)] / nominal
         if not self._are_enough(gradient) or float(counts.max() - counts.min()) <= self.tolerated:
             return ""
@@ -113,7 +113,9 @@ class Counts:
 
         def here(column: Gradients) -> Gradients:
             """Return the rank's shards of a column."""
-            within = {name: record.places[f"gradient/{name}"][1].within for name in shards if name in column}
+            within = {
+                name: record.places[f"gradient/{name}"].blocks[0].within for name in shards if name in column
+            }
             return Lazy(within, lambda name: column[name][within[name]])
 
         clipped = {name: record.clipped(name) for name in shards}

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.recorder.module_hooks import module_of
-from lockstep.recorder.recorded_step import Place, StepRecord
+from lockstep.recorder.recorded_step import Block, Placed, StepRecord
 from lockstep.recorder.recording import Recording
 
 KINDS = ("weight", "gradient", "updated", "unclipped", "state")
@@ -50,21 +50,12 @@ class Cut(NamedTuple):
 
 def is_cut(own: Recording, whole: Recording) -> bool:
     """Whether some rank's parameters have other shapes than those of the other recording's model."""
-    full = _shapes_of(whole.steps[0][0])
+    full = whole.steps[0][0].shapes
     return any(
         shape != full.get(name, shape)
         for record in own.steps[0].values()
-        for name, shape in _shapes_of(record).items()
+        for name, shape in record.shapes.items()
     )
-
-
-def _shapes_of(about: StepRecord) -> dict[str, list[int]]:
-    """Return the shapes of a rank's parameters, as its model has them."""
-    return {
-        name.removeprefix("weight/"): list(places[0].full or [])
-        for name, places in about.places.items()
-        if name.startswith("weight/")
-    }
 
 
 class CutByCode(Recording):
@@ -72,7 +63,7 @@ class CutByCode(Recording):
 
     def __init__(self, folder: Path, whole: Recording):
         super().__init__(folder)
-        self.tree, self.model_folder, self._needs_group = whole.tree, whole.folder, whole.needs_group
+        self.tree, self.model_folder, self.needs_group = whole.tree, whole.folder, whole.needs_group
         # (rank, step, name of a placed block) -> (the stored block that it is cut from, dim, start, length)
         self._slices: dict[tuple[int, int, str], tuple[str, int, int, int]] = {}
         cuts = self._cuts(whole)
@@ -82,10 +73,6 @@ class CutByCode(Recording):
                 record.attributes.clear()
                 record.attributes.update(whole.steps[0][0].attributes)
                 self._place(step, record, cuts[rank])
-
-    @property
-    def needs_group(self) -> bool:
-        return self._needs_group
 
     def _tensor(self, rank: int, step: int, key: str) -> torch.Tensor:
         if (rank, step, key) not in self._slices:
@@ -126,9 +113,9 @@ class CutByCode(Recording):
 
     def _by_values(self, whole: Recording) -> dict[int, dict[str, Cut]]:
         """Return the same as far as the values of the weights say it: a part that they do not place has no runs."""
-        shapes, cuts = _shapes_of(whole.steps[0][0]), dict[int, dict[str, Cut]]()
+        shapes, cuts = whole.steps[0][0].shapes, dict[int, dict[str, Cut]]()
         for rank, record in self.steps[0].items():
-            parts = _shapes_of(record)
+            parts = record.shapes
             unmatched = sorted(parts.keys() ^ shapes.keys())
             if unmatched:
                 who = f"rank {rank} has" if unmatched[0] in parts else f"rank {rank} lacks"
@@ -149,19 +136,19 @@ class CutByCode(Recording):
 
     def _are_alike(self, rank: int, name: str) -> bool:
         """Whether all values that a rank has of a parameter are equal."""
-        numbers = range(len(self.steps[0][rank].places[f"weight/{name}"]) - 1)
+        numbers = range(len(self.steps[0][rank].places[f"weight/{name}"].blocks))
         blocks = (self._stored(rank, 1, f"weight/{name}#{number}") for number in numbers)
         return all(bool((block == block.flatten()[0]).all()) for block in blocks if block.numel())
 
     def _runs(self, rank: int, name: str, whole: torch.Tensor, dim: int) -> list[Run]:
         """Return where a rank's blocks of its part lie in the whole; [] if that is not clear. FSDP2 may have cut the part once more."""
         runs = list[Run]()
-        blocks = self.steps[0][rank].places[name][1:]
-        if not sum(math.prod(block.shape or ()) for block in blocks):
+        blocks = self.steps[0][rank].places[name].blocks
+        if not sum(math.prod(block.shape) for block in blocks):
             return [Run(0, 0, 0)]
         for number, block in enumerate(blocks):
             within = tuple(slice(None) if axis == dim else rows for axis, rows in enumerate(block.within))
-            first = (block.start or [0])[dim]
+            first = block.start[dim]
             of_block = runs_in(self._stored(rank, 1, f"{name}#{number}"), whole[within], dim)
             if not of_block:
                 return []
@@ -170,21 +157,21 @@ class CutByCode(Recording):
 
     def _place(self, step: int, about: StepRecord, cuts: dict[str, Cut]) -> None:
         """Change the places of a rank's tensors in its parts to those in the whole."""
-        for name, (part, *blocks) in about.places.items():
-            cut = _cut_of(name, part.full or [], cuts)
+        for name, part in about.places.items():
+            cut = _cut_of(name, part.full, cuts)
             if cut is None:
                 continue
-            placed: list[Place] = []
-            for (number, block), run in itertools.product(enumerate(blocks), cut.runs):
-                start, shape = list(block.start or ()), list(block.shape or ())
+            blocks: list[Block] = []
+            for (number, block), run in itertools.product(enumerate(part.blocks), cut.runs):
+                start, shape = list(block.start), list(block.shape)
                 first = max(start[cut.dim], run.own)
                 length = min(start[cut.dim] + shape[cut.dim], run.own + run.length) - first
                 if length > 0:
-                    key = about.rank, step, f"{name}#{len(placed)}"
+                    key = about.rank, step, f"{name}#{len(blocks)}"
                     self._slices[key] = f"{name}#{number}", cut.dim, first - start[cut.dim], length
                     start[cut.dim], shape[cut.dim] = run.whole + first - run.own, length
-                    placed.append(Place(start=start, shape=shape))
-            about.places[name] = [Place(full=cut.full), *placed]
+                    blocks.append(Block(start=start, shape=shape))
+            about.places[name] = Placed(full=cut.full, blocks=blocks)
 
 
 def _cut_of(name: str, shape: list[int], cuts: dict[str, Cut]) -> Cut | None:

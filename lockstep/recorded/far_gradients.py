@@ -34,7 +34,7 @@ def judge_kept(
     """
     verdict = rank_checks.verdict
     previous = verdict.step - 1
-    wrong = [row.name.removeprefix("gradient/") for row in rows if row.too_far]
+    wrong = [row.path for row in rows if row.too_far]
     if previous == 0 or not wrong or not set(wrong) <= set(rank_checks.recording.names(previous, "gradient")):
         return
     far = Lazy(wrong, lambda name: gradients[name])
@@ -91,9 +91,9 @@ def say(verdict: StepVerdict, hooked: Collection[str], counted: str) -> None:
     wrong = [row for row in rows if row.too_far]
     if wrong:
         worst = max(wrong, key=lambda row: row.multiple)
-        others = [row.name.removeprefix("gradient/") for row in wrong if row is not worst]
+        others = [row.path for row in wrong if row is not worst]
         also = f"; also {and_more(others)}" if 0 < len(others) <= 2 else ""
-        name = worst.name.removeprefix("gradient/")
+        name = worst.path
         hook = "; register_hook has put a hook on it" * (name in hooked)
         verb, most = ("is", "") if len(wrong) == 1 else ("are", "most of all ")
         alone = next((row for row in verdict.alone if row.name == worst.name), None)

@@ -20,7 +20,6 @@ from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.module_results import with_factors
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum, accumulated
 from lockstep.verdict.rows import StepVerdict
@@ -32,7 +31,7 @@ class ForcedPass:
     def __init__(self, verdict: StepVerdict, reference: ModelPass, yardstick: ModelPass, steps: int):
         self.verdict, self.reference, self.yardstick = verdict, reference, yardstick
         self.factors = Factors(steps, verdict.arithmetic.factor)
-        self.modules = Modules(verdict, verdict.precision, self.factors)
+        self.modules = Modules(verdict, self.factors)
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
@@ -125,7 +124,7 @@ class ForcedPass:
                 f"no output of {and_more(list(self.unseen))} was recorded: each is judged together with the modules that follow it"
             )
         if weights is None:
-            return with_factors(list(self.modules.rows.values()), self.factors)
+            return self.modules.with_factors([], self.factors)
         dtypes = self._reduce_dtypes(observed)
         if by_hand:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
@@ -134,15 +133,16 @@ class ForcedPass:
         weights = self._measured(observed, weights, clipped, dtypes)
         reference = Sum(observed, self.reference_gradients, weights, clipped)
         yardstick = accumulated(Sum(observed, self.yardstick_gradients, weights, clipped), dtypes)
-        rows = self.verdict.gradients(
+        rows = self.verdict.judged(
             observed,
             reference,
             yardstick,
+            kind="gradient/",
             factors=self.factors,
             dtypes=dtypes,
             zeros=zeros,
         )
-        return with_factors([*self.modules.rows.values(), *rows], self.factors)
+        return self.modules.with_factors(rows, self.factors)
 
     def _reduce_dtypes(self, observed: Gradients) -> dict[str, torch.dtype]:
         """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""

@@ -66,7 +66,7 @@ class FreePass:
         self.losses_first = False
         # Outputs of modules of which each rank has a shard, and the dim
         self.cut: dict[str, int] = {}
-        self.modules = Modules(verdict, verdict.precision)
+        self.modules = Modules(verdict)
         self.alone = ForcedPass(verdict, self.reference, self.yardstick, len(recording.steps))
 
     def recorded(self, micro_batch: JoinedMicroBatch) -> tuple[Tensors, dict[str, torch.Tensor]]:
@@ -211,7 +211,7 @@ class FreePass:
     def _why(self, first: Judgement, rank_checks: Ranks) -> list[str]:
         """Return why the first output of a module that is wrong is wrong, as sentences; [] if it is not known."""
         ranks = [rank for rank, multiple in first.ranks.items() if not multiple <= 1]
-        sentences = rank_checks.unlike(first.name.removeprefix("forward/"), ranks)
+        sentences = rank_checks.unlike(first.path, ranks)
         if sentences or self.verdict.pieces > 1 or self.verdict.step > 1:
             return sentences
         name = first.name.replace("/", "/0/", 1)

@@ -6,6 +6,7 @@ import inspect
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_unflatten, treespec_loads
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError
 from lockstep.inputs.weights import perturbed
+from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.streamed import Context, Streamed
 from lockstep.recorder import building
 from lockstep.recorder.complex_numbers import as_real, in_width, is_inexact, like
@@ -34,6 +36,34 @@ from lockstep.verdict.mean_over import in_rows
 CROSS_ENTROPY = "cross_entropy()"
 
 
+class GradientsOnDisk:
+    """Keeps the gradients of parameters on disk, so that memory has only the one that has just arrived.
+
+    The hooks of a model refer to this object. They must not refer to the model itself: Python would never
+    free it.
+    """
+
+    def __init__(self, folder: Path):
+        self.kept, self.are_finite = OnDisk(folder), True
+
+    def arrive(self, name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.add(name, parameter.grad)
+        parameter.grad = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        earlier = self.kept.get(name)
+        tensor = as_real(tensor)
+        self.kept[name] = gradient = tensor.to_dense() if earlier is None else earlier + tensor
+        self.are_finite &= bool(gradient.isfinite().all())
+
+    def take(self) -> OnDisk:
+        """Return the gradients that have arrived since they were taken last."""
+        taken, self.kept = self.kept, OnDisk(self.kept.folder)
+        taken.close()
+        return taken
+
+
 class Model(Passes):
     """The recorded model as it was before each micro batch of a step. `weights` are those before the step.
 
@@ -46,11 +76,12 @@ class Model(Passes):
         recording: Recording,
         step: int,
         weights: Mapping[str, torch.Tensor],
+        loss: Loss | None,
         *,
         exact: bool,
         streamed: bool = False,
     ):
-        self.streamed = streamed
+        self.streamed, self.loss = streamed, loss
         self.model, self.exact = recording.build(), exact
         self.kernels: list[str] = []
         self.in_tf32 = tf32_of(recording, self.model)
@@ -82,6 +113,10 @@ class Model(Passes):
             if is_inexact(parameter):
                 parameter.requires_grad_(name not in frozen)
         self.parameters = dict(self.model.named_parameters())
+        self.gradients = GradientsOnDisk(self.folder)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.arrive, name))
         # Integer outputs of modules, as they were returned
         self.indices: dict[str, torch.Tensor] = {}
         self.mode = Told()
@@ -135,15 +170,13 @@ class Model(Passes):
     def _again(self) -> Context:
         """Return what makes the context in which what is computed next can be computed once more: in the mode, and with the same counts."""
         mode = self.mode
-        saved = Counter(self.hooks.calls), mode.calls, mode.draws, mode.dropouts, Counter(mode.reads)
+        saved = self.hooks.calls.copy(), mode.counts.copy()
         states = generators()
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            current = self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads
-            calls, *numbers, reads = saved
-            self.hooks.calls, mode.reads = Counter(calls), Counter(reads)
-            mode.calls, mode.draws, mode.dropouts = numbers
+            current = self.hooks.calls, mode.counts
+            self.hooks.calls, mode.counts = map(Counter, saved)
             restore_generators(states)
             # Enter as a mode of torch alone: the default dtype is still the mode's.
             TorchFunctionMode.__enter__(mode)
@@ -152,7 +185,7 @@ class Model(Passes):
                     yield
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
-                self.hooks.calls, mode.calls, mode.draws, mode.dropouts, mode.reads = current
+                self.hooks.calls, mode.counts = current
 
         return again
 
@@ -216,7 +249,7 @@ class Model(Passes):
             mode = self.mode = make()
             with self._precision(micro_batch, mode), torch.no_grad():
                 self._forward(micro_batch)
-            numbers = {storage(indices): number for number, indices in mode.own.items()}
+            numbers = {storage(indices): number for number, (_, indices) in mode.seen.items()}
             self.calls_of_topk = {
                 module_of(name): numbers[storage(tensor)]
                 for name, tensor in self.indices.items()
@@ -292,8 +325,8 @@ class Model(Passes):
         restore_generators(micro_batch.record.generators)
         self.called = micro_batch
         output = self.model(*bound.args, **bound.kwargs, **given)
-        if self.mode.kept_of is not None and self.mode.dropouts != micro_batch.record.dropouts:
-            raise draws.other_dropouts(self.mode.dropouts, micro_batch.record.dropouts)
+        if self.mode.kept_of is not None and self.mode.counts["dropout"] != micro_batch.record.dropouts:
+            raise draws.other_dropouts(self.mode.counts["dropout"], micro_batch.record.dropouts)
         self.hooks.end()
         return output
 
@@ -329,13 +362,12 @@ class Model(Passes):
     @contextlib.contextmanager
     def _precision(self, micro_batch: JoinedMicroBatch, mode: Told) -> Iterator[None]:
         """The mode, the arithmetic of the run's device and the autocast that a micro batch is computed in."""
-        dtype = micro_batch.record.autocast
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mode)
-            stack.enter_context(self._of_device())
-            if dtype is not None and not self.exact:
-                # Autocast's cache would keep the weights of all units of a streamed model.
-                stack.enter_context(torch.autocast("cpu", dtype_of(dtype), cache_enabled=not self.streamed))
+        dtype = None if self.exact else micro_batch.record.autocast
+        autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if dtype:
+            # Autocast's cache would keep the weights of all units of a streamed model.
+            autocast = torch.autocast("cpu", dtype_of(dtype), cache_enabled=not self.streamed)
+        with mode, self._of_device(), autocast:
             yield
 
     def _of_device(self) -> contextlib.AbstractContextManager[None]:

@@ -4,65 +4,24 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from lockstep.ground.errors import CannotComputeError, UserError, communicates, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
-from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.streamed import Streamed
-from lockstep.recorder.complex_numbers import as_real, like
+from lockstep.recorder.complex_numbers import like
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
-from lockstep.recorder.recording import Recording
 from lockstep.verdict.computed import Computed, Term
 from lockstep.verdict.float64 import Entropy, Told
-from lockstep.verdict.lazy import Lazy, OnDisk
-from lockstep.verdict.mean_over import SAME, labels_of, mean_of, mean_of_calls
+from lockstep.verdict.lazy import Lazy
+from lockstep.verdict.mean_over import SAME, mean_of, mean_of_calls, recognise
 from lockstep.verdict.normalisation import Gradients, Sum
-
-
-class _GradientsOnDisk:
-    """Keeps the gradients of parameters on disk, so that memory has only the one that has just arrived.
-
-    The hooks of a model refer to this object. They must not refer to the model itself: Python would never
-    free it.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a micro batch."""
-        self.kept = OnDisk(self.folder)
-        # The largest absolute value of all gradients' elements; NaN if one is NaN
-        self.largest = torch.zeros((), dtype=torch.float64)
-
-    def arrive(self, name: str, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.add(name, parameter.grad)
-        parameter.grad = None
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        earlier = self.kept.get(name)
-        tensor = as_real(tensor)
-        gradient = tensor.to_dense() if earlier is None else earlier + tensor
-        if gradient.numel():
-            largest = torch.linalg.vector_norm(gradient, torch.inf)
-            self.largest = torch.maximum(self.largest, largest.double())
-        self.kept[name] = gradient
-
-    def take(self) -> OnDisk:
-        """Return the gradients that have arrived since `begin`, or since they were taken last."""
-        taken, self.kept = self.kept, OnDisk(self.folder)
-        taken.close()
-        return taken
-
 
 COMMUNICATES = "its forward pass communicates, which one process cannot: record the same training by one process, too, and say --against that recording"
 
@@ -79,24 +38,8 @@ class ModelPass(Model):
     the outputs of modules are on disk.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        step: int,
-        weights: Mapping[str, torch.Tensor],
-        loss: Loss | None,
-        *,
-        exact: bool,
-        streamed: bool = False,
-    ):
-        super().__init__(recording, step, weights, exact=exact, streamed=streamed)
-        self.loss = loss
-        # The part of a model's loss that the others are held against, if the loss is the sum of all that is returned beside it
-        self.rest_of_loss = ""
-        self.gradients = _GradientsOnDisk(self.folder)
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.arrive, name))
+    # The part of a model's loss that the others are held against, if the loss is the sum of all that is returned beside it
+    rest_of_loss = ""
 
     def compute(
         self,
@@ -118,7 +61,8 @@ class ModelPass(Model):
             raise UserError(
                 "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
             )
-        self.gradients.begin()
+        self.gradients.take()
+        self.gradients.are_finite = True
         of_means = LOG_PROBS in micro_batch.output_gradients and self._trains_on_means
         try:
             mode = self._mode(micro_batch, told or {})
@@ -224,7 +168,9 @@ class ModelPass(Model):
             computed.mean = mean_of(micro_batch, value, logits, number)
             needs_labels = computed.mean.targets is None and micro_batch.piece is None
             if computed.at_logits is not None and computed.logits is not None and needs_labels:
-                computed.mean.targets = labels_of(computed.logits, computed.at_logits)
+                # Whatever the weights of its tokens
+                recognised = recognise(computed.logits, computed.at_logits)
+                computed.mean.targets = None if recognised is None else recognised.labels
             if logits is None and value is not None:
                 self._look_for_head(micro_batch, computed, value, number, calls)
         return computed
@@ -333,7 +279,7 @@ class ModelPass(Model):
         for name, gradient in micro_batch.direct_gradients.items() if self.loss is None else ():
             self.gradients.add(name, gradient.to(self._computed_in(gradient.dtype)))
         kept = self._arrived_gradients()
-        if kept and not bool((self.gradients.largest / arrived).isfinite()):
+        if kept and not (self.gradients.are_finite and 0 < abs(arrived) < math.inf):
             why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"
             if self.streamed:
                 why += "; or a weight is used outside of its module, which needs more --memory"
@@ -404,8 +350,7 @@ def _no_recomputation() -> Iterator[None]:
     yield
 
 
-@contextlib.contextmanager
-def _checkpoints_replaced(*, again: bool) -> Iterator[None]:
+def _checkpoints_replaced(*, again: bool) -> contextlib.AbstractContextManager[Any]:
     """Let checkpoints of the model's code change no gradients: the reference computes what it would be without them.
 
     A reentrant checkpoint gives no gradient to what is inside of it if none of its inputs needs one. A
@@ -413,21 +358,19 @@ def _checkpoints_replaced(*, again: bool) -> Iterator[None]:
     where nothing may be recomputed, but for streamed units, as where what dropout keeps is counted by its
     calls.
     """
-    module: Any = torch.utils.checkpoint
-    originals = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    original: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def keeping(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any, **named: Any) -> Any:
         """Keep the random state, always."""
-        return originals[1](function, True, *arguments, **named)
+        return original(function, True, *arguments, **named)
 
     def of_units(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Recompute the functions of streamed units alone."""
         is_own = getattr(function, "__qualname__", "").startswith(Streamed.__name__)
         return keeping(function, *given, **named) if is_own else _no_recomputation()
 
-    module.CheckpointFunction = _NoCheckpoint
-    module._checkpoint_without_reentrant_generator = keeping if again else of_units
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = originals
+    return mock.patch.multiple(
+        torch.utils.checkpoint,
+        CheckpointFunction=_NoCheckpoint,
+        _checkpoint_without_reentrant_generator=keeping if again else of_units,
+    )

@@ -240,12 +240,17 @@ class Ranks:
         )
         new, gone = sorted(weights.keys() - names), sorted(names - weights.keys())
         odd_rank = next(
-            (rank for rank, record in self.ranks.items() if record.of_model != self.ranks[0].of_model), None
+            (
+                rank
+                for rank, record in self.ranks.items()
+                if record.shapes.keys() != self.ranks[0].shapes.keys()
+            ),
+            None,
         )
         if odd_rank is not None:
-            odd = sorted(self.ranks[odd_rank].of_model ^ self.ranks[0].of_model)[0]
+            odd = min(self.ranks[odd_rank].shapes.keys() ^ self.ranks[0].shapes.keys())
             raise UserError(
-                f"ranks 0 and {odd_rank} have different parameters, such as {odd.removeprefix('weight/')}: neither has the whole model, which one process would need"
+                f"ranks 0 and {odd_rank} have different parameters, such as {odd}: neither has the whole model, which one process would need"
             )
         if gone or set(new) - with_tied:
             raise UserError(

@@ -321,7 +321,7 @@ class _Step:
             elif self.rank_checks.unreduced:
                 counts.on_odd_rank(fitted.weights)
         reference = made_of(loss_weights)
-        rows = verdict.gradients(self.gradients, reference, yardstick)
+        rows = verdict.judged(self.gradients, reference, yardstick, kind="gradient/")
         verdict.rows += rows
         far_gradients.judge_kept(rows, self.rank_checks, self.gradients, columns, self.clipped)
         if nominal is not None:
@@ -349,7 +349,7 @@ class _Step:
             Sum(means, columns_of(passes), weights)
             for passes in (self.free.reference_results, self.free.yardstick_results)
         )
-        rows = self.verdict.gradients(means, reference, yardstick)
+        rows = self.verdict.judged(means, reference, yardstick, kind="gradient/")
         return not any(row.too_far for row in rows)
 
     def _leave_loss_out(self) -> dict[str, float]:

@@ -20,7 +20,6 @@ OFTEN = 3
 IN_ORDER = 10
 
 ONE_ORDER = "samples come in the same order in each epoch"
-NO_EPOCH = f"{ONE_ORDER}, though their sampler shuffles: sampler.set_epoch(epoch) is missing"
 
 
 @dataclass
@@ -74,8 +73,7 @@ def judge(
         if not with_replacement:
             _judge_overlap(verdict, samples)
         _judge_order(verdict, samples)
-        _judge_epochs(verdict, ranks[0])
-        _judge_short_epochs(verdict, ranks)
+        _judge_epochs(verdict, ranks)
     _judge_micro_batches(verdict, ranks[0], recorded)
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
@@ -291,7 +289,9 @@ def _judge_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
     if _in_one_order(verdict, ranks) < IN_ORDER:
         return
     if any(step.shuffled for steps in ranks for step in steps):
-        verdict.wrong.append(NO_EPOCH)
+        verdict.wrong.append(
+            f"{ONE_ORDER}, though their sampler shuffles: sampler.set_epoch(epoch) is missing"
+        )
     else:
         verdict.notes.append(ONE_ORDER)
 
@@ -308,44 +308,24 @@ def _in_one_order(verdict: RunVerdict, ranks: list[list[RunStep]]) -> int:
     return repeated
 
 
-def _judge_short_epochs(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
-    """Judge the order of a few samples. Epochs may have one order by chance, unless their sampler begins one twice."""
-    if not verdict.wrong and _is_epoch_told_twice(ranks[0]) and _in_one_order(verdict, ranks):
-        verdict.wrong.append(NO_EPOCH)
+def _judge_epochs(verdict: RunVerdict, ranks: list[list[RunStep]]) -> None:
+    """Judge the epochs that samplers are told. Samples may not be known again, such as images that are augmented.
 
-
-def _is_epoch_told_twice(steps: list[RunStep]) -> bool:
-    """Whether a DistributedSampler begins one epoch twice, with calls of the model in between.
-
-    Only samplers count whose samples the model is trained on.
+    A few samples may come in one order by chance, unless their sampler begins an epoch twice, however short.
     """
-    used = {source for step in steps for source in step.sources}
-    # (sampler, epoch, how many calls of the model came before)
-    begun, calls = set[tuple[int, int, int]](), 0
-    for step in steps:
-        begun |= {
-            (order.sampler, order.epoch, calls + order.calls)
-            for order in step.orders
-            if order.sampler in used
-        }
-        calls += len(step.sources)
-    counts = Counter((sampler, epoch) for sampler, epoch, _ in begun)
-    return any(number > 1 for number in counts.values())
-
-
-def _judge_epochs(verdict: RunVerdict, steps: list[RunStep]) -> None:
-    """Judge the epochs that samplers are told. Samples may not be known again, such as images that are augmented."""
+    come_again = _in_one_order(verdict, ranks) > 0
     # `seen`: by sampler, how many of its samples the model was trained on. `last`: the epoch that it was told
     # last, and how many had been seen then.
     seen, last = Counter[int](), dict[int, tuple[int, int]]()
-    for step in steps:
+    for step in ranks[0]:
         numbers = [len({*_once(micro)}) for micro in step.samples]
         calls = list(zip(step.sources, numbers, strict=False))
         for order in step.orders:
             in_step = sum(number for source, number in calls[: order.calls] if source == order.sampler)
             now = seen[order.sampler] + in_step
             epoch, then = last.get(order.sampler, (-1, 0))
-            if epoch == order.epoch and now - then >= AN_EPOCH * order.samples and not verdict.wrong:
+            least = 1 if come_again else AN_EPOCH * order.samples
+            if epoch == order.epoch and now - then >= least and not verdict.wrong:
                 verdict.wrong.append(
                     f"a DistributedSampler that shuffles is told epoch {epoch} in two epochs, and gives one order in both: sampler.set_epoch(epoch) is missing"
                 )

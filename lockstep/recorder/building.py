@@ -8,7 +8,7 @@ import json
 import operator
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lockstep.recorder import functions, local_classes, process_group, surroundi
 from lockstep.recorder.allowed import HARMLESS, PACKAGES, is_allowed, package_of
 from lockstep.recorder.names import attribute_of
 from lockstep.recorder.script import Definitions, Script
-from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS
+from lockstep.recorder.tree import SEQUENCES, TREE, WEIGHT_HOOKS, nodes
 
 
 # Cached, as a script may register what cannot be registered twice. The number of the process group is in the key:
@@ -147,14 +147,14 @@ class Building:
             file = name.partition(":")[0]
             if file.endswith(".py"):
                 definitions = self.definitions(file)
-                path, names = Path(file), vars(definitions.module)
-                definitions.define(local_classes.names_read(path.read_bytes(), about["path"]), self.value)
+                read = local_classes.names_read(Path(file).read_bytes(), about["path"])
+                definitions.define(read, self.value)
+                names = vars(definitions.module)
             else:
                 names = vars(importlib.import_module(file))
-                path = Path(names["__file__"])
-            if user_file.is_installed(path):
+            if user_file.is_installed(Path(names["__file__"])):
                 raise ValueError(f"{name} is of an installed package")
-            self.local_classes[name] = local_classes.made(about, path.read_bytes(), names, self.value)
+            self.local_classes[name] = local_classes.made(about, names, self.value)
         return self.local_classes[name]
 
     def named(self, name: str) -> Any:
@@ -273,11 +273,13 @@ class Building:
         name = about["function"]
         if package_of(name) not in self.packages - PACKAGES or "<" not in about["path"]:
             raise ValueError(f"{name} is of no package that the model's own classes are of")
-        if not name.endswith(".py"):
-            names = vars(importlib.import_module(name))
-            return functions.made(about, Path(names["__file__"]).read_bytes(), names, self.value)
-        names = functions.Names(name, self.definitions(name), self.value)
-        return functions.made(about, Path(name).read_bytes(), names, self.value)
+        is_script = name.endswith(".py")
+        names = (
+            functions.Names(name, self.definitions(name), self.value)
+            if is_script
+            else vars(importlib.import_module(name))
+        )
+        return functions.made(about, names, self.value)
 
     def object(self, about: TREE) -> object:
         object_class = self.named(about["object"])
@@ -310,19 +312,11 @@ def _sparse(
         raise ValueError(f"a sparse tensor of {shape}: {error}") from error
 
 
-def _classes(tree: TREE) -> Iterator[str]:
-    """Yield the names of the classes of a tree, but for those that functions define."""
-    if tree["local_class"] is None:
-        yield tree["class"]
-    for child in tree["children"].values():
-        yield from () if child is None else _classes(child)
-
-
 def _building(tree: TREE, tensors: dict[str, torch.Tensor]) -> Building:
     """Return what builds values that may be of the packages of the tree's classes."""
     building = Building(tensors, tree["scripts"])
     # The scripts that define the other classes may have values of these classes' packages.
-    for name in dict.fromkeys(_classes(tree)):
+    for name in dict.fromkeys(node["class"] for node in nodes(tree) if node["local_class"] is None):
         if not name.partition(":")[0].endswith(".py"):
             building.module_class(name)
     return building

@@ -8,7 +8,7 @@ except for the norm that it clips by.
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,26 +16,10 @@ from lockstep.recorder import names, wrapped
 from lockstep.recorder.optimizers import clip_by, described
 from lockstep.recorder.patches import replace
 from lockstep.recorder.step import harmless
-from lockstep.recorder.step_tensors import StepTensors
+from lockstep.recorder.updates import Updates
 
 
-class Recorder(Protocol):
-    """The part of the recorder (lockstep/recorder/recorder.py) that is used here."""
-
-    model: torch.nn.Module
-    kept: StepTensors
-    micro: list[dict[str, Any]]
-    clips: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
-    removing: list[Callable[[], None]]
-    engine_steps: bool
-
-    def see_clip(
-        self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float
-    ) -> None: ...
-
-
-def watch(recorder: Recorder) -> bool:
+def watch(recorder: Updates) -> bool:
     """Wrap the engine's step if DeepSpeed has been imported. Return whether it has."""
     if "deepspeed" not in sys.modules:
         return False
@@ -61,7 +45,7 @@ def watch(recorder: Recorder) -> bool:
     def clip(parameters: Any, max_norm: float, *arguments: Any, **options: Any) -> Any:
         parameters = list(parameters)
         norm = real_clip(parameters, max_norm, *arguments, **options)
-        recorder.see_clip(parameters, float(max_norm), float(norm), clip_by(float(max_norm), float(norm)))
+        recorder.see_clip(parameters, float(max_norm), torch.as_tensor(norm))
         return norm
 
     recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]
@@ -69,7 +53,7 @@ def watch(recorder: Recorder) -> bool:
 
 
 @harmless
-def _see_update(recorder: Recorder, engine: Any) -> None:
+def _see_update(recorder: Updates, engine: Any) -> None:
     _see_weights(recorder, engine.optimizer, recorder.kept.keep_updated)
     for name, value in _state_of(recorder, engine.optimizer):
         recorder.kept.keep_updated_state(name, value)
@@ -80,9 +64,7 @@ def _see_update(recorder: Recorder, engine: Any) -> None:
         recorder.clips.append({**clipping, "later": True})
 
 
-def _see_weights(
-    recorder: Recorder, engine_optimizer: Any, keep: Callable[[str, torch.Tensor], None]
-) -> None:
+def _see_weights(recorder: Updates, engine_optimizer: Any, keep: Callable[[str, torch.Tensor], None]) -> None:
     """Give `keep` the weights of all parameters, whole, in the dtype that the optimizer updates them in."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -103,7 +85,7 @@ def _dtype_of_copies(engine_optimizer: Any) -> torch.dtype:
 
 
 @harmless
-def _see_gradients(recorder: Recorder, engine: Any) -> None:
+def _see_gradients(recorder: Updates, engine: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     _see_weights(recorder, engine.optimizer, recorder.kept.keep_weight)
@@ -129,13 +111,13 @@ def _see_gradients(recorder: Recorder, engine: Any) -> None:
     recorder.optimizers.append({**description, "groups": groups, "strangers": 0})
 
 
-def _is_linked(recorder: Recorder) -> bool:
+def _is_linked(recorder: Updates) -> bool:
     """Whether DeepSpeed's readers know which part of the copies is which parameter's. In stage 0, fp16 or bf16, they do not."""
     parameters = list(recorder.model.parameters())
     return any(hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping") for tensor in parameters)
 
 
-def _state_of(recorder: Recorder, engine_optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _state_of(recorder: Updates, engine_optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (state/KEY/NAME, what the optimizer keeps of the parameter, whole); nothing before its first step."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -175,7 +157,7 @@ def _parameter_lists(engine_optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def _groups(
-    recorder: Recorder, engine_optimizer: Any, settings: list[dict[str, Any]]
+    recorder: Updates, engine_optimizer: Any, settings: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the `settings` of each group, with the names of the model's parameters that it updates as "params"."""
     names = {id(parameter): name for name, parameter in wrapped.named_parameters(recorder.model).items()}

@@ -73,12 +73,13 @@ def described(function: types.FunctionType, value: Callable[[Any, str], Any], wh
     return description
 
 
-def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -> types.FunctionType:
-    """Make the function again from the `source` of its file, with `names` as its globals.
+def made(about: TREE, names: TREE, value: Callable[[Any], Any]) -> types.FunctionType:
+    """Make the function again from its file, with `names` as its globals.
 
     Raises ValueError if the file no longer has it, or has several in its place.
     """
-    file_code = compile(source, names["__file__"], "exec", dont_inherit=True)
+    file = Path(names["__file__"])
+    file_code = compile(file.read_bytes(), file, "exec", dont_inherit=True)
     place = about["path"], about["line"], about["enclosed"].keys()
     candidates = [
         code
@@ -89,9 +90,8 @@ def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -
     if len(candidates) > 1:
         candidates = [code for code in candidates if digest_of(code) == about["digest"]]
     if len({digest_of(code) for code in candidates}) > 1 or not candidates:
-        file = Path(names["__file__"]).name
         raise ValueError(
-            f"{file} has no function {about['path']} in line {about['line']} any more, or several"
+            f"{file.name} has no function {about['path']} in line {about['line']} any more, or several"
         )
     code = candidates[0]
     cells = tuple(types.CellType(value(about["enclosed"][name])) for name in code.co_freevars)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lockstep.recorder import functions
@@ -44,12 +45,12 @@ def described(kind: type, source: bytes, value: Callable[[Any], Any]) -> TREE:
     }
 
 
-def made(about: TREE, source: bytes, names: TREE, value: Callable[[Any], Any]) -> type:
-    """Make the class again from the `source` of its file, with `names` as its globals.
+def made(about: TREE, names: TREE, value: Callable[[Any], Any]) -> type:
+    """Make the class again from its file, with `names` as its globals.
 
     Raises ValueError if the file no longer has it.
     """
-    code = _code_in(source, about["path"])
+    code = _code_in(Path(names["__file__"]).read_bytes(), about["path"])
     if functions.digest_of(code) != about["digest"]:
         raise ValueError(f"the class {about['path']} is no longer what it was")
     cells = [

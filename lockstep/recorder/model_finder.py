@@ -33,7 +33,6 @@ class ModelFinder:
     def __init__(self, output: Path, steps: int, modules: str):
         HERE[:] = [self]
         self.started = False  # whether processes were started that may train
-        self.sees_starts = patches.see_calls(multiprocessing.process.BaseProcess, "start", self._see_start)
         self.output, self.options = output, (output, steps, modules)
         self.recorder: Recorder | None = None
         self.updating = False
@@ -70,38 +69,33 @@ class ModelFinder:
         def begins(*_: Any) -> None:
             self.updating = True
             if self.recorder is not None:
-                torch.nn.Module.__call__ = real  # type: ignore[method-assign]
+                undo_call()
 
         def ends(stepped_optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self.updating = False
             if self.recorder is None and self.in_closure is None:
                 self._record_in_evaluation(stepped_optimizer)
             if self.in_closure is not None:
-                torch.nn.Module.__call__ = real  # type: ignore[method-assign]
+                undo_call()
                 (module, arguments, options, method), self.in_closure = self.in_closure, None
                 recorder = self._record(module)
                 recorder.part_of = method
                 recorder.see_missed_step(arguments, options)
 
-        hooks = (
-            optimizer.register_optimizer_step_pre_hook(begins),
-            optimizer.register_optimizer_step_post_hook(ends),
-        )
-        # These are replaced before a model is found: in torch.autograd.grad(loss(model(x)), ...), Python looks the
-        # function up before it calls the model.
-        undos = patches.see_asking(), losses.see_losses()
+        undo_call = patches.replace(torch.nn.Module, "__call__", call)
         self._undo_divisions = divided_attributes.see_divisions()
-
-        def restore() -> None:
-            self._undo_divisions()
-            for undo in undos:
-                undo()
-            torch.nn.Module.__call__ = real  # type: ignore[method-assign]
-            for hook in hooks:
-                hook.remove()
-
-        self._restore = restore
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        self.undos = [
+            undo_call,
+            self._undo_divisions,
+            # These are replaced before a model is found: in torch.autograd.grad(loss(model(x)), ...), Python looks the
+            # function up before it calls the model.
+            patches.see_asking(),
+            losses.see_losses(),
+            optimizer.register_optimizer_step_pre_hook(begins).remove,
+            optimizer.register_optimizer_step_post_hook(ends).remove,
+            patches.see_calls(multiprocessing.process.BaseProcess, "start", self._see_start),
+            self.loaders.close,
+        ]
 
     def _record(self, module: torch.nn.Module) -> Recorder:
         self._undo_divisions()
@@ -131,9 +125,8 @@ class ModelFinder:
         # The recorder has replaced functions that were replaced here before: the last replacement is undone first.
         if self.recorder is not None:
             self.recorder.stop()
-        self._restore()
-        self.sees_starts()
-        self.loaders.close()
+        for undo in self.undos:
+            undo()
         HERE.clear()
 
     def _see_start(self, process: Any, *_: object) -> None:

@@ -23,10 +23,6 @@ Keep = Callable[[str, torch.Tensor], None]
 Instead = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def _no_replacement(_name: str, _tensor: torch.Tensor) -> None:
-    return None
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether a name matches a pattern as names of files do in a shell: *, ?, [...] and {one,other}."""
     braces = re.search(r"{([^{}]*)}", pattern)
@@ -102,11 +98,11 @@ class ModuleHooks:
         model: torch.nn.Module,
         pattern: str,
         keep: Keep,
-        instead: Instead | None = None,
+        instead: Instead = lambda *_: None,
         changed: set[str] | None = None,
     ):
         self.keep, self.number, self.inside = keep, -1, False
-        self.instead = instead or _no_replacement
+        self.instead = instead
         self.calls: Counter[str] = Counter()
         self.seen: set[str] = set()
         self.passed_on: set[str] = set()
@@ -139,10 +135,6 @@ class ModuleHooks:
         self.inside = False
         self.calls.clear()
         self.returned.clear()
-
-    def next_call(self, module: str) -> str:
-        """Return the name of the next call of a module in this pass: MODULE, then MODULE@2 and so on."""
-        return f"{module}@{self.calls[module] + 1}" if self.calls[module] else module
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -186,8 +178,9 @@ class ModuleHooks:
             and not torch.equal(bare_output, output)
         ):
             self.changed.add(module_name)
-        call_name = self.next_call(module_name)
         self.calls[module_name] += 1
+        number = self.calls[module_name]
+        call_name = f"{module_name}@{number}" if number > 1 else module_name
         replacements: dict[int, torch.Tensor] = {}
         for name, tensor in named_outputs(call_name, output):
             # What is not of floating point is kept, too, such as which experts a router chose.

@@ -9,7 +9,6 @@ from lockstep.recorder import tree, wrapped
 from lockstep.recorder.allowed import package_of
 from lockstep.recorder.names import name_of
 
-PLAIN = (bool, int, float, str, type(None))
 # Attributes that a GradScaler sets. They are left out, as recorded gradients are divided by the scale.
 SCALED = {"grad_scale", "found_inf"}
 

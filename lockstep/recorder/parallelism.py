@@ -14,28 +14,13 @@ from lockstep.recorder.wrapped import fsdp_groups
 PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
 
 
-def require_recordable(model: torch.nn.Module) -> None:
-    """Raise UserError if FSDP1 wraps the model or a part of it."""
+def require_not_fsdp1(model: torch.nn.Module, *wrapped: torch.nn.Module) -> None:
+    """Raise UserError if FSDP1 wraps the model or a part of it, or is about to wrap one of the modules `wrapped`."""
     for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise _fsdp1_error(name)
-
-
-def require_not_fsdp1(model: torch.nn.Module, given: tuple) -> None:
-    """Raise UserError if an FSDP1 that is being made wraps the model or a part of it.
-
-    `given` are the arguments of FSDP1's constructor: the new object, then the module.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    wrapped_names = [names[id(module)] for module in given[1:2] if id(module) in names]
-    if wrapped_names:
-        raise _fsdp1_error(wrapped_names[0])
-
-
-def _fsdp1_error(name: str) -> UserError:
-    return UserError(
-        f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
-    )
+        if isinstance(module, FullyShardedDataParallel) or any(module is one for one in wrapped):
+            raise UserError(
+                f"{name or 'the model'} is wrapped by FSDP1, whose flat parameters have no names of their own; use fully_shard (FSDP2)"
+            )
 
 
 def require_no_pipeline() -> None:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.recorder import wrapped
 from lockstep.recorder.copies import original_of
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
@@ -59,10 +57,8 @@ def see_exit(see: Callable[[], None]) -> Undo:
     return replace(os, "_exit", leave)
 
 
-def see_clipping(
-    model: torch.nn.Module, see: Callable[[list[torch.Tensor], float, float, float], None]
-) -> list[Undo]:
-    """Call `see` with (parameters, largest norm, norm, factor) before gradients of the model are clipped.
+def see_clipping(see: Callable[[list[torch.Tensor], float, torch.Tensor], None]) -> list[Undo]:
+    """Call `see` with (parameters, largest norm, norm) before gradients are clipped.
 
     The function that is replaced is the one that torch.nn.utils.clip_grad_norm_ calls. So it does not matter
     under which name a script imported that.
@@ -72,13 +68,7 @@ def see_clipping(
 
     def noted(parameters: Any, max_norm: float, total_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        model_ids = {id(parameter) for parameter in wrapped.named_parameters(model).values()}
-        # Otherwise, the gradients are those of another model.
-        if any(id(parameter) in model_ids for parameter in parameters):
-            # In the dtype of the norm, which may be bfloat16
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            see(parameters, float(max_norm), float(norm), float(factor))
+        see(parameters, float(max_norm), total_norm)
         return real(parameters, max_norm, total_norm, *rest, **options)
 
     return [
@@ -110,17 +100,10 @@ def see_reductions(see: Callable[[int], None]) -> list[Undo]:
     DDP's own calls are not seen, as they are not made from Python.
     """
 
-    def watched(name: str) -> Undo:
-        real = getattr(dist, name)
+    def counted(*arguments: Any) -> None:
+        see(max(map(_number_of_elements, arguments), default=0))
 
-        @functools.wraps(real)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            see(max(map(_number_of_elements, (*arguments, *options.values())), default=0))
-            return real(*arguments, **options)
-
-        return replace(dist, name, counted)
-
-    return [watched(name) for name in REDUCING]
+    return [see_calls(dist, name, counted) for name in REDUCING]
 
 
 def _number_of_elements(argument: Any) -> int:

@@ -26,12 +26,12 @@ class NoGroup:
 
 
 def is_group(value: Any) -> bool:
-    return dist.is_available() and isinstance(value, dist.ProcessGroup)
+    return isinstance(value, dist.ProcessGroup)
 
 
 def group() -> Any:
     """Return what stands for a recorded process group."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else NoGroup()
+    return dist.group.WORLD if dist.is_initialized() else NoGroup()
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def of_one(*, needed: bool) -> Iterator[None]:
 
     A collective in it changes nothing.
     """
-    if not needed or not dist.is_available() or dist.is_initialized():
+    if not needed or dist.is_initialized():
         yield
         return
     global number

@@ -4,11 +4,11 @@ import functools
 import math
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 9
+FORMAT = 10
 ERROR = "error.json"  # the file that says which error ended a rank's run
 Plain = bool | int | MayBreakDown | str | None
 
@@ -134,19 +134,34 @@ class Optimizer(Strict):
         return self.kind.startswith("deepspeed.")
 
 
-class Place(Strict):
-    """A place of a tensor. The first has the shape of the whole, `full`; others have a block's `start` and `shape`."""
+class Block(Strict):
+    """A block of a tensor: where it begins in the whole, and its shape."""
 
-    full: list[Whole] | None = None
-    start: list[Whole] | None = None
-    shape: list[Whole] | None = None
+    start: list[Whole]
+    shape: list[Whole]
 
     @property
     def within(self) -> tuple[slice, ...]:
         """Where a block lies in the whole tensor."""
-        return tuple(
-            slice(start, start + size) for start, size in zip(self.start or (), self.shape or (), strict=True)
-        )
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+
+class Placed(Strict):
+    """The blocks that a rank has of a tensor, whose shape as a whole is `full`."""
+
+    full: list[Whole]
+    blocks: list[Block]
+
+    @model_validator(mode="after")
+    def _of_one_shape(self) -> "Placed":
+        if any(not len(block.start) == len(block.shape) == len(self.full) for block in self.blocks):
+            raise ValueError("a block has other dims than the whole")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has the whole tensor, as one block."""
+        return [block.shape for block in self.blocks] == [self.full]
 
 
 class StepRecord(Strict):
@@ -175,7 +190,7 @@ class StepRecord(Strict):
     other_replicas: list[list[int]] = []
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     overflowed: Whole = 0  # steps that a GradScaler skipped before, as gradients were not finite
-    places: dict[Name, list[Place]]
+    places: dict[Name, Placed]
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not what the step before ended with
 
@@ -195,9 +210,10 @@ class StepRecord(Strict):
         return str([(name, places) for name, places in self.places.items() if name.startswith("weight/")])
 
     @property
-    def of_model(self) -> set[str]:
-        """The parameters of this rank's model, as weight/NAME."""
-        return {name for name in self.places if name.startswith("weight/")}
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of the parameters of this rank's model, each of the whole tensor, by name."""
+        of_weights = (pair for pair in self.places.items() if pair[0].startswith("weight/"))
+        return {name.removeprefix("weight/"): placed.full for name, placed in of_weights}
 
     @property
     def stepping(self) -> list[Optimizer]:

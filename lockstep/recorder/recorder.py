@@ -36,7 +36,6 @@ import contextlib
 import functools
 import inspect
 import shutil
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -59,6 +58,7 @@ from lockstep.recorder import (
     tree,
     wrapped,
 )
+from lockstep.recorder.callers import callers
 from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks
@@ -106,15 +106,18 @@ class Recorder(Updates):
         ]
         # Wrappers may turn autocast on inside of the model's call only.
         leaves = [module for module in self.model.modules() if module._parameters and not module._modules]
-        self.removing += [leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves]
-        self.removing.append(patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling))
-        self.removing.append(patches.see_asking())
         # Called when the model is called first
         self.when_complete: Callable[[], None] = lambda: None
-        self.removing.append(dropout_masks.see_dropout(self._records_dropout, self._see_dropout))
-        self.removing.append(patches.see_calls(torch.autograd, "backward", self._see_backward))
         losses.WATCHING.append(self._see_loss)
-        self.removing.append(functools.partial(losses.WATCHING.remove, self._see_loss))
+        self.removing += [
+            *(leaf.register_forward_pre_hook(Hook(self._see_leaf)).remove for leaf in leaves),
+            patches.see_calls(torch.amp.GradScaler, "scale", self._see_scaling),
+            patches.see_asking(),
+            dropout_masks.see_dropout(self._records_dropout, self._see_dropout),
+            patches.see_calls(torch.autograd, "backward", self._see_backward),
+            functools.partial(losses.WATCHING.remove, self._see_loss),
+            *self._see_updates(),
+        ]
         # The value that a backward pass begins at
         self.root: float | None = None
         # The loop's losses that it has gone through so far, with their target classes
@@ -361,12 +364,8 @@ class Recorder(Updates):
 
     def _calls_itself(self) -> bool:
         """Whether the model is called inside of its own call, such as a loss that is its forward method, too."""
-        frame, calls = sys._getframe(), 0
-        while frame.f_back is not None and calls < 2:
-            frame = frame.f_back
-            if frame.f_code is torch.nn.Module._call_impl.__code__:
-                calls += frame.f_locals["self"] is self.model
-        return calls > 1
+        owners = (owner for _, owner in callers(lambda code: code is torch.nn.Module._call_impl.__code__))
+        return sum(owner is self.model for owner in owners) > 1
 
     def _see_leaf(self, _module: torch.nn.Module, _arguments: tuple) -> None:
         if self.micro and self.micro[-1]["autocast"] is None and not being_recomputed():

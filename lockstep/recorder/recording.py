@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,6 @@ from lockstep.recorder.recorded_step import (
 )
 
 REMEDY = "record again"
-
-
-def _require_places(step: StepRecord, path: Path) -> None:
-    """Raise UserError unless the step says which shape each tensor has, and where each block lies in it."""
-    for name, places in step.places.items():
-        full, blocks = (places[0].full if places else None), places[1:]
-        is_known = full is not None and all(
-            block.start is not None
-            and block.shape is not None
-            and len(block.start) == len(block.shape) == len(full)
-            for block in blocks
-        )
-        if not is_known:
-            raise UserError(f"{path}: it does not say where {printable(name)} lies; {REMEDY}")
 
 
 class Recording:
@@ -81,6 +66,9 @@ class Recording:
             raise UserError(
                 f"{folder}: no optimizer's step was recorded; the recorded model must be trained, in training mode, by a torch optimizer"
             )
+        first = self.steps[0][0]
+        # Whether the run was one process with a process group. The model's code may ask for the group.
+        self.needs_group = first.world_size == 1 and bool(first.groups)
 
     def _step(self, number: int) -> dict[int, StepRecord]:
         """Return what each rank recorded of a step, by rank."""
@@ -99,7 +87,6 @@ class Recording:
                     f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {why}"
                 )
             records[rank] = validate(StepRecord, read_json(path), path, REMEDY)
-            _require_places(records[rank], path)
             world_size = records[0].world_size
         return records
 
@@ -131,12 +118,6 @@ class Recording:
     def build(self) -> torch.nn.Module:
         """Build the recorded model, with its parameters on the meta device."""
         return building.build(self.tree, self._load(self.model_folder / "model.safetensors"))
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether the run was one process with a process group. The model's code may ask for the group."""
-        record = self.steps[0][0]
-        return record.world_size == 1 and bool(record.groups)
 
     @functools.cached_property
     def skeleton(self) -> torch.nn.Module:
@@ -172,7 +153,7 @@ class Recording:
         tensor = self._stored(rank, step, key)
         name, _, number = key.partition("#")
         if number:
-            shape = self.steps[step - 1][rank].places[name][int(number) + 1].shape
+            shape = self.steps[step - 1][rank].places[name].blocks[int(number)].shape
             if list(tensor.shape) != shape:
                 path = self._path(rank, step)
                 raise UserError(
@@ -195,16 +176,18 @@ class Recording:
         """Return the first block that a rank has of a tensor; None if it has none."""
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
+    def _if_there(self, rank: int, step: int, name: str) -> torch.Tensor | None:
+        return self._tensor(rank, step, name) if name in self._file(rank, step).keys() else None  # noqa: SIM118 - of a file
+
     def dropped(
         self, step: int, micro_batch: JoinedMicroBatch, call: int, shape: torch.Size
     ) -> torch.Tensor | None:
         """Return which elements the `call`-th call of dropout in the forward pass kept; None if not seen."""
         rank = micro_batch.ranks[0]
         name = f"dropped/{micro_batch.number}/{call}"
-        if name not in self._file(rank, step).keys():  # noqa: SIM118 - of a file
-            return None
+        bits = self._if_there(rank, step, name)
         try:
-            return dropout_masks.unpacked(self._tensor(rank, step, name), shape)
+            return None if bits is None else dropout_masks.unpacked(bits, shape)
         except ValueError as error:
             raise UserError(f"{self._path(rank, step)}: {name}: {error}; {REMEDY}") from error
 
@@ -222,8 +205,7 @@ class Recording:
             recorded_as |= {name.removeprefix(prefix): name for name in places if name.startswith(prefix)}
         buffers = {}
         for buffer_name, name in recorded_as.items():
-            whole, *blocks = places[name]
-            ranks = [rank] if [block.shape for block in blocks] == [whole.full] else None
+            ranks = [rank] if places[name].is_whole else None
             buffers[buffer_name] = self.whole(step, name, ranks)[0]
         return buffers
 
@@ -232,8 +214,8 @@ class Recording:
         places = self.steps[step - 1][micro_batch.ranks[0]].places
         names = [name for name in places if name.startswith(first)]
         # Ranks that hold the other parts may have been called with other samples. The verdict then says so.
-        needs_all_ranks = self.parted(step, micro_batch) or not all(
-            self._have_all_of(step, name, micro_batch.ranks) for name in names
+        needs_all_ranks = self.parted(step, micro_batch) or any(
+            self._holder_of_rest(step, name, micro_batch.ranks) is not None for name in names
         )
         gradients = {
             name.removeprefix(first): self.whole(step, name, None if needs_all_ranks else micro_batch.ranks)[
@@ -264,16 +246,15 @@ class Recording:
         gradients = (parts(owner, f"backward/{number}/returned.") for owner in (first, rank))
         return are_of_other_samples(*gradients, by_rows=has_inputs)
 
-    def _have_all_of(self, step: int, name: str, ranks: list[int]) -> bool:
-        """Whether these ranks together hold all elements of a tensor."""
-        of_ranks = [self.steps[step - 1][rank].places.get(name, []) for rank in ranks]
-        # The start of a block -> how many elements it has
-        sizes = {
-            tuple(block.start or ()): math.prod(block.shape or ())
-            for places in of_ranks
-            for block in places[1:]
+    def _holder_of_rest(self, step: int, name: str, ranks: list[int]) -> int | None:
+        """Return a rank that holds a block of a tensor which these ranks do not hold; None if there is none."""
+        starts = {
+            rank: {tuple(block.start) for block in record.places[name].blocks}
+            for rank, record in self.steps[step - 1].items()
+            if name in record.places
         }
-        return sum(sizes.values()) == math.prod(of_ranks[0][0].full or ())
+        held = set().union(*(starts.get(rank, ()) for rank in ranks))
+        return next((rank for rank, of_rank in starts.items() if of_rank - held), None)
 
     def names(self, step: int, kind: str) -> list[str]:
         """Return the names of what the ranks recorded of a kind, such as "gradient" or "state/exp_avg"."""
@@ -297,10 +278,10 @@ class Recording:
         tensors: dict[str, list[tuple[int, torch.Tensor]]] = {}
         prefixes = (f"forward/{micro_batch.number}/", f"backward/{micro_batch.number}/")
         for rank in micro_batch.ranks:
-            for name, places in self.steps[step - 1][rank].places.items():
+            for name, placed in self.steps[step - 1][rank].places.items():
                 if not name.startswith(prefixes):
                     continue
-                if [place.shape for place in places[1:]] == [places[0].full]:
+                if placed.is_whole:
                     tensors.setdefault(name, []).append((rank, self._tensor(rank, step, f"{name}#0")))
                 elif name not in tensors:
                     tensors[name] = [(rank, self.whole(step, name, micro_batch.ranks)[0])]
@@ -311,19 +292,12 @@ class Recording:
 
         It is returned as (the module, a rank that was not called with the micro batch and holds the rest).
         """
-        records = self.steps[step - 1]
         prefixes = (f"forward/{micro_batch.number}/", f"backward/{micro_batch.number}/returned.")
-        for name, (whole, *blocks) in records[micro_batch.ranks[0]].places.items():
-            if not name.startswith(prefixes) or [block.shape for block in blocks] == [whole.full]:
-                continue
-            starts = {
-                rank: {tuple(block.start or ()) for block in record.places.get(name, [])[1:]}
-                for rank, record in records.items()
-            }
-            held = set.union(*(starts[rank] for rank in micro_batch.ranks))
-            other_rank = next((rank for rank, of_rank in starts.items() if of_rank - held), None)
-            if other_rank is not None:
-                return module_of(name), other_rank
+        for name, placed in self.steps[step - 1][micro_batch.ranks[0]].places.items():
+            if name.startswith(prefixes) and not placed.is_whole:
+                other_rank = self._holder_of_rest(step, name, micro_batch.ranks)
+                if other_rank is not None:
+                    return module_of(name), other_rank
         return None
 
     def holders(self, step: int) -> dict[str, list[int]]:
@@ -367,12 +341,12 @@ class Recording:
         odd_ranks: list[int] = []
         full: list[int] = []
         for rank, record in self.steps[step - 1].items():
-            places = record.places.get(name)
-            if places is None or (ranks is not None and rank not in ranks):
+            placed = record.places.get(name)
+            if placed is None or (ranks is not None and rank not in ranks):
                 continue
-            full = places[0].full or []
-            for number, place in enumerate(places[1:]):
-                key = (tuple(place.start or ()), tuple(place.shape or ()))
+            full = placed.full
+            for number, place in enumerate(placed.blocks):
+                key = tuple(place.start), tuple(place.shape)
                 if key in replicas and request in self._odd_ranks and not mean:
                     continue
                 block = self._tensor(rank, step, f"{name}#{number}")
@@ -431,9 +405,7 @@ class Recording:
                 )
                 if same is None:
                     random = self._tensor(rank, step, f"random/{number}") if about.drawn else None
-                    name = f"target/{number}"
-                    has_targets = name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
-                    targets = self._tensor(rank, step, name) if has_targets else None
+                    targets = self._if_there(rank, step, f"target/{number}")
                     same = JoinedMicroBatch(
                         number, [], about, tensors, generator_state=random, targets=targets
                     )

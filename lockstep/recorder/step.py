@@ -24,7 +24,7 @@ from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
 from lockstep.recorder.recorded_step import ERROR, FORMAT
-from lockstep.recorder.step_tensors import StepTensors, copied
+from lockstep.recorder.step_tensors import StepTensors, copied, whole
 from lockstep.recorder.whole_run import WholeRun
 
 
@@ -58,7 +58,7 @@ class StepRecorder:
 
     def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):
         self.model, self.folder, self.steps, self.modules = wrapped.inner(model), folder, steps, modules
-        parallelism.require_recordable(self.model)
+        parallelism.require_not_fsdp1(self.model)
         names = [wrapped.clean(name) for name, _ in self.model.named_modules() if name]
         if modules and names and not any(matches(name, modules) for name in names):
             raise UserError(
@@ -109,7 +109,7 @@ class StepRecorder:
             patches.see_calls(
                 FullyShardedDataParallel,
                 "__init__",
-                lambda *given: parallelism.require_not_fsdp1(self.model, given),
+                lambda *given: parallelism.require_not_fsdp1(self.model, *given[1:2]),
             )
         ]
         self.error = ""  # what ended the run
@@ -287,10 +287,7 @@ def write_model(
     `made` says how the run was made, besides what lockstep/ground/origin.py knows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    whole_tensors = {
-        name: copied(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-        for name, tensor in tensors.items()
-    }
+    whole_tensors = {name: copied(whole(tensor)) for name, tensor in tensors.items()}
     save_file(whole_tensors, folder / "model.safetensors")
     content = {"format": FORMAT, "tree": about, "origin": origin.of_run() | made}
     write_text(folder / "model.json", json.dumps(content))

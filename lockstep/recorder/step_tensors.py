@@ -24,7 +24,7 @@ class StepTensors:
     def __init__(self, plain_shards: PlainShards, before: dict[str, int]):
         self.plain_shards, self.before = plain_shards, before
         self.tensors: dict[str, torch.Tensor] = {}
-        self.places: dict[str, list[dict[str, Any]]] = {}
+        self.places: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, int] = {}  # hashes of what the step ends with
         self.begun: dict[str, int] = {}  # hashes of the state that the optimizer begins with
         self.unchanged: list[str] = []  # weights that are what the step before ended with
@@ -56,7 +56,7 @@ class StepTensors:
             if written:
                 self.keep(f"{name}#{number}", as_real(block), added=added)
             places.append({"start": [*start, *[0] * len(pair)], "shape": [*block.shape, *pair]})
-        self.places[name] = [{"full": [*full, *pair]}, *places]
+        self.places[name] = {"full": [*full, *pair], "blocks": places}
 
     def forget(self, prefix: str) -> None:
         """Drop the tensors whose names begin with `prefix`."""
@@ -107,6 +107,10 @@ class StepTensors:
 
 def digest_of(tensor: torch.Tensor) -> int:
     return digest(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

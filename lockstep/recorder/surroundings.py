@@ -30,7 +30,7 @@ from lockstep.recorder import process_group
 from lockstep.recorder.allowed import PACKAGES, package_of
 from lockstep.recorder.module_state import OF_PROCESSES
 from lockstep.recorder.names import MAIN, globals_of, name_of, named
-from lockstep.recorder.tree import TREE, Describing, Unnamed
+from lockstep.recorder.tree import TREE, Describing, Unnamed, nodes
 
 # Packages that are not the user's own, wherever their files are
 NOT_OWN = {*PACKAGES, "lockstep", "transformers"}
@@ -117,12 +117,7 @@ def set_environment(tree: TREE) -> None:
 
     Call it before these files are imported, as they may read the variables then.
     """
-    names, trees = {*tree["scripts"]}, [tree]
-    while trees:
-        module_tree = trees.pop()
-        names.add(module_tree["class"].partition(":")[0])
-        trees += [child for child in module_tree["children"].values() if child is not None]
-    for name in names:
+    for name in {*tree["scripts"], *(node["class"].partition(":")[0] for node in nodes(tree))}:
         # A file that is missing is an error when it is imported.
         with contextlib.suppress(Exception):
             spec = None if name.endswith(".py") else importlib.util.find_spec(name)
@@ -258,7 +253,7 @@ def _is_hidden(name: str) -> bool:
 
 def _is_one_process() -> bool:
     """Whether the run is of one process. What it says of its processes then holds for the judge, too."""
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    is_distributed = torch.distributed.is_initialized()
     return not is_distributed or torch.distributed.get_world_size() == 1
 
 

@@ -12,7 +12,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -124,12 +124,6 @@ class Describing:
         if wrapped is not None:
             return self.module(wrapped, name)
         kind = class_of(module)
-        # DDP around a part of the model
-        if isinstance(module, DistributedDataParallel):
-            child = self.module(module.module, f"{name}.module")
-            parts: TREE = {"attributes": {}, "parameters": {}, "buffers": {}, "children": {"module": child}}
-            parts |= {"weight_hooks": [], "local_class": None}
-            return {"class": name_of(Passed), **parts}
         values = {
             key: value
             for key, value in vars(module).items()
@@ -137,6 +131,9 @@ class Describing:
         }
         if _is_forward(vars(module).get("forward"), module):
             values["forward"] = vars(module)["forward"]
+        # Around a part of the model
+        if issubclass(kind, DistributedDataParallel):
+            kind, values = Passed, {}
         if kind.__module__ == deepspeed_layers.FILE:
             kind, values = deepspeed_layers.before(module)
         if quantized.is_one(module._parameters.get("weight")):
@@ -260,8 +257,7 @@ class Describing:
             if type(value) is make:
                 return {kind: self._list(value, where)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            self._require_named(type(value))
-            return {"namedtuple": name_of(type(value)), "values": self._list(value, where)}
+            return {"namedtuple": self._named(type(value)), "values": self._list(value, where)}
         if type(value) in (dict, collections.OrderedDict):
             return {
                 "dict": [self._list(pair, f"{where}.{number}") for number, pair in enumerate(value.items())]
@@ -282,8 +278,7 @@ class Describing:
             return self._module(value, where)
         # An enumeration of C++ has __members__ alone.
         if isinstance(value, enum.Enum) or hasattr(type(value), "__members__"):
-            self._require_named(type(value))
-            return {"enum": name_of(type(value)), "name": value.name}
+            return {"enum": self._named(type(value)), "name": value.name}
         if isinstance(value, functools.partial):
             parts = [value.func, value.args, value.keywords]
             return {"partial": [self.value(part, where) for part in parts]}
@@ -294,15 +289,13 @@ class Describing:
         if isinstance(value, torch.jit.ScriptFunction):
             # The judge turns scripting off, so the name stands for the function that was scripted.
             function = value._torchdynamo_inline  # type: ignore[attr-defined]
-            self._require_named(function, value)
-            return {"named": name_of(function)}
+            return {"named": self._named(function, value)}
         if isinstance(value, type) and local_classes.is_local(value):
             return {"local class": name_of(value), **self._local_class(value, where)}
         if functions.is_nameless(value) and package_of(value.__module__ or "") in self.packages:
             return self._function(value, where)
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            self._require_named(value)
-            return {"named": name_of(value)}
+            return {"named": self._named(value)}
         if typing.get_origin(value) is not None or type(value).__module__ == "typing":
             return self._annotation(value, where)
         return self._object(value, where)
@@ -349,19 +342,21 @@ class Describing:
     def _list(self, values: Iterable[Any], where: str) -> list[Any]:
         return [self.value(element, f"{where}.{number}") for number, element in enumerate(values)]
 
-    def _require_named(self, value: Any, found: Any = None) -> None:
-        """Raise Unnamed for a class or function that `Building.named` of lockstep/recorder/building.py does not find again.
+    def _named(self, value: Any, found: Any = None) -> str:
+        """Return the name of a class or function. Raise Unnamed for one that `Building.named` of lockstep/recorder/building.py does not find again.
 
         `found` is what has its name, if that is not itself.
         """
+        name = name_of(value)
         if value.__module__ in MAIN:
             is_known = value.__module__ in self.packages
         else:
-            is_known = is_allowed(value, name_of(value), self.packages)
+            is_known = is_allowed(value, name, self.packages)
         if not is_known or named(value) is not (found or value):
             raise Unnamed(
                 f"{getattr(value, '__qualname__', value)} is of no package of the model's own classes, or has no name there"
             )
+        return name
 
     def _module(self, module: torch.nn.Module, where: str) -> TREE:
         if id(module) in self.modules:
@@ -403,14 +398,14 @@ class Describing:
         if id(value) in self.objects:
             return {"same": self.objects[id(value)]}
         kind = type(value)
-        self._require_named(kind)
+        name = self._named(kind)
         # What C++ holds, such as a scripted function, is in no attribute.
         is_of_c = kind.__module__ == "builtins" or type(kind).__name__ == "pybind11_type"
         if is_of_c or not hasattr(value, "__dict__"):
             raise Unnamed(f"a {kind.__qualname__}")
         number = self.objects[id(value)] = len(self.kept)
         self.kept.append(value)
-        tree = {"object": name_of(kind), "number": number, "attributes": self.values(vars(value), where)}
+        tree = {"object": name, "number": number, "attributes": self.values(vars(value), where)}
         if isinstance(value, dict):
             items = self.values({key: item for key, item in dict.items(value) if isinstance(key, str)}, where)
             tree["items"] = [*items.items()]
@@ -456,6 +451,13 @@ def _is_forward(forward: Any, module: torch.nn.Module) -> bool:
         *(forward.__kwdefaults__ or {}).values(),
     ]
     return any(isinstance(value, torch.nn.Module) and value is not module for value in values)
+
+
+def nodes(tree: TREE) -> Iterator[TREE]:
+    """Yield the tree of a module, and those of all modules inside."""
+    yield tree
+    for child in tree["children"].values():
+        yield from () if child is None else nodes(child)
 
 
 class Passed(torch.nn.Module):

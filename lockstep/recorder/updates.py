@@ -4,11 +4,9 @@ import functools
 import gc
 import math
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -18,7 +16,7 @@ from lockstep.recorder import patches, wrapped
 from lockstep.recorder.callers import callers
 from lockstep.recorder.optimizers import described
 from lockstep.recorder.step import StepRecorder, harmless
-from lockstep.recorder.step_tensors import digest_of, order_of
+from lockstep.recorder.step_tensors import digest_of, order_of, whole
 
 # Packages whose wrappers of an optimizer only pass its step on
 OF_LIBRARIES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "transformers"}
@@ -28,29 +26,38 @@ ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
 class Updates(StepRecorder):
     """Has the hooks on optimizers, and on what is done with gradients before the optimizers step."""
 
-    def __init__(self, model: torch.nn.Module, folder: Path, steps: int, modules: str):
-        super().__init__(model, folder, steps, modules)
+    def _see_updates(self) -> list[patches.Undo]:
         # Optimizer -> the first step in which it stepped
         self.first_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self.removing += [
+        return [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
-            *patches.see_clipping(self.model, self.see_clip),
+            *patches.see_clipping(self.see_clip),
             patches.see_value_clipping(self.see_value_clip),
             patches.see_calls(torch.optim.Optimizer, "zero_grad", self._see_zeroing),
             *patches.see_reductions(self._see_reduction),
         ]
 
     @harmless
-    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, norm: float, factor: float) -> None:
-        """Record that gradients are clipped by their norm. `factor` is what they are multiplied with."""
+    def see_clip(self, parameters: list[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
+        """Record that gradients are clipped by their norm."""
         own = self._own_parameters(parameters)
+        # Otherwise, the gradients are those of another model.
+        if not own:
+            return
+        norm = whole(total_norm)
+        # In the dtype of the norm, which may be bfloat16
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         names = [name for name, parameter in own.items() if parameter.grad is not None]
         own_ids = {id(parameter) for parameter in own.values()}
         others = [p.grad for p in parameters if id(p) not in own_ids and p.grad is not None]
-        norm_beside = torch.nn.utils.get_total_norm(others)
-        norm_beside = norm_beside.full_tensor() if isinstance(norm_beside, DTensor) else norm_beside
-        fields = {"max_norm": max_norm, "norm": norm, "factor": factor, "after": len(self.micro)}
+        norm_beside = whole(torch.nn.utils.get_total_norm(others))
+        fields = {
+            "max_norm": max_norm,
+            "norm": float(norm),
+            "factor": float(factor),
+            "after": len(self.micro),
+        }
         # Parameters of several meshes are clipped in groups, by one norm. An equal clip of other parameters is of an earlier group.
         equal = (clip for clip in self.clips if clip.items() >= fields.items())
         clip = next((clip for clip in equal if set(names).isdisjoint(clip["parameters"])), None)

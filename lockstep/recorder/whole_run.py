@@ -276,7 +276,7 @@ class WholeRun:
                 self.elsewhere, self.samples = [*self.elsewhere, *self.samples], []
             return
         self.elsewhere, self.samples = [], [*self.elsewhere, *self.samples]
-        self.coming = [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        self.coming = _rates(optimizer)
         self.optimizers.add(self.numbers.setdefault(optimizer, len(self.numbers)))
         # ZeRO steps the groups one by one.
         self.rates = self.rates or self.coming
@@ -285,9 +285,7 @@ class WholeRun:
     def see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a GradScaler skipped a step. It counts as a step of the run, with its samples."""
         if not self.of_others(optimizer):
-            self.rates = [
-                float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
-            ]
+            self.rates = _rates(optimizer)
             self.stepped = self.called
 
     def _after_update(self, optimizer: torch.optim.Optimizer, _arguments: tuple, _options: dict) -> None:
@@ -321,6 +319,10 @@ class WholeRun:
         if self.stepped:
             self._end_step()
         self.write()
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def _dense_tensors(value: Any) -> list[torch.Tensor]:

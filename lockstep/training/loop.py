@@ -147,7 +147,7 @@ def _train(
             step_record, losses = train_step(
                 strategy, inputs.batches, mesh, device, index, listening, problem=problem
             )
-            record.add(step_record)
+            record.steps.append(step_record)
             try:
                 # It replaces that of an older run.
                 if is_lead and index == 0:

@@ -203,10 +203,6 @@ def size_of(tensor: torch.Tensor) -> Size:
     return sums.result()
 
 
-def distance_of_numbers(own: float, reference: float) -> Distance:
-    return distance_of(*(torch.tensor(number, dtype=torch.float64) for number in (own, reference)))
-
-
 @QUIET
 def tensor_distances(references: Dumps, dumps: Dumps, step: int, name: str) -> Measured:
     """Compare one tensor of every dump that has it with the reference of its run. Each file is read once.

@@ -104,9 +104,7 @@ def is_drawing(function: Function) -> bool:
     return getattr(function, "__name__", "") in DRAWING
 
 
-def drawn_in(
-    dtype: torch.dtype, function: Function, args: Given, kwargs: Named, wide: torch.dtype = torch.float64
-) -> Any:
+def drawn_in(dtype: torch.dtype, function: Function, args: Given, kwargs: Named, wide: torch.dtype) -> Any:
     """Return what a drawing function returns in this dtype, as `wide`, the dtype that a pass computes in.
 
     Raises UserError for a function that cannot be told the dtype.

@@ -11,7 +11,7 @@ docs/verification.md derives what is tolerated, and describes the experiment beh
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -89,7 +89,6 @@ class Projections:
     excess: np.ndarray
     errors: np.ndarray  # standard errors
     freedom: np.ndarray  # their degrees of freedom
-    where: str = ""  # as a factor has it
     rank: int | None = None
     # The same of the difference from the reference, where the difference from the yardstick is large
     from_reference: "Projections | None" = None
@@ -115,7 +114,6 @@ class Factors:
         reference: torch.Tensor,
         *,
         is_weight: bool,
-        where: str = "",
         rank: int | None = None,
     ) -> None:
         """Add the projections of a tensor, unless it is zero or has too few elements.
@@ -127,10 +125,9 @@ class Factors:
             projections = project(name, own, yardstick, reference, is_weight)
             # A yardstick of another kind of processor has rounding errors that the run does not have
             if self.nothing > NOTHING and farthest(projections, 1, self.nothing).multiple > 1:
-                projections = replace(
-                    projections, from_reference=project(name, own, reference, reference, is_weight)
-                )
-            self.found.append(replace(projections, where=where, rank=rank))
+                projections.from_reference = project(name, own, reference, reference, is_weight)
+            projections.rank = rank
+            self.found.append(projections)
 
     @property
     def number(self) -> int:
@@ -158,13 +155,10 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     index = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[index]) <= tolerated[index]:
         index = WHOLE  # the part is off like all of the tensor
-    if multiple[index] <= 1:
-        return Factor(
-            one.name, one.shape, one.parts[index], 0.0, float(tolerated[index]), one.where, one.rank
-        )
-    part = _with_neighbours(one, index, tolerated)
-    excess, allowed = float(one.excess[index]), float(tolerated[index])
-    return Factor(one.name, one.shape, part, excess, allowed, one.where, one.rank)
+    part, excess = one.parts[index], 0.0
+    if multiple[index] > 1:
+        part, excess = _with_neighbours(one, index, tolerated), float(one.excess[index])
+    return Factor(one.name, one.shape, part, excess, float(tolerated[index]), rank=one.rank)
 
 
 def tolerated_of(one: Projections, number: int, nothing: float) -> np.ndarray:

@@ -11,7 +11,6 @@ differs. So the reference can be told what a run chose. It then reports how far 
 import contextlib
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -92,17 +91,13 @@ class Told(CountsTopk):
     def __init__(self, choices: dict[int, torch.Tensor] | None = None, widths: dict[int, int] | None = None):
         super().__init__()
         self.choices, self.regrets = choices or {}, dict[int, torch.Tensor]()
-        self.own: dict[int, torch.Tensor] = {}
         self.scores: dict[int, torch.Tensor] = {}
         self.widths = widths or {}
-        self.draws = 0  # calls of functions that draw random numbers
         # For a run on a device that draws other random numbers: which elements a call of dropout kept, by its number
         self.kept_of: draws.Keep | None = None
-        self.dropouts = 0  # such calls
         # If asked for: the dtypes of calls that draw, by their number, and the dtypes that the model's code reads of tensors, by
         # the place in the code
         self.dtypes: dict[int | Place, torch.dtype] | None = None
-        self.reads = Counter[tuple[CodeType, int]]()
         # If asked for: the calls of cross_entropy
         self.entropies: list[Entropy] | None = None
 
@@ -118,8 +113,8 @@ class Told(CountsTopk):
         if self.kept_of is not None:
             draws.require_no_dropout(function, args, kwargs)
             if function is F.dropout:
-                result = draws.dropped(self.kept_of, self.dropouts, args, kwargs)
-                self.dropouts += result is not None
+                result = draws.dropped(self.kept_of, self.counts["dropout"], args, kwargs)
+                self.counts["dropout"] += result is not None
                 return function(*args, **kwargs) if result is None else result
         if function in (F.cross_entropy, F.nll_loss) and self.entropies is not None:
             self.entropies.append(Entropy.of(*args, **kwargs))
@@ -135,8 +130,8 @@ class Told(CountsTopk):
                 TorchFunctionMode.__exit__(self, None, None, None)
         if not is_drawing(function):
             return super().call(function, args, kwargs)
-        self.draws += 1
-        return self.draw(self.draws - 1, function, args, kwargs)
+        self.counts["draw"] += 1
+        return self.draw(self.counts["draw"] - 1, function, args, kwargs)
 
     def read_dtype(self, found: torch.dtype) -> torch.dtype:
         """Return the dtype that the model's code reads of a tensor, which has the dtype `found`."""
@@ -155,8 +150,9 @@ class Told(CountsTopk):
             frame = frame.f_back
         if frame.f_globals.get("__name__", "").partition(".")[0] in OF_US:
             return None
-        self.reads[frame.f_code, frame.f_lasti] += 1
-        return frame.f_code, frame.f_lasti, self.reads[frame.f_code, frame.f_lasti]
+        place = frame.f_code, frame.f_lasti
+        self.counts[place] += 1
+        return *place, self.counts[place]
 
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         """Return what a function that draws random numbers returns. `number` is that of the call."""
@@ -202,7 +198,7 @@ class Told(CountsTopk):
         if told is None and dim % scores.ndim == scores.ndim - 1:
             told = self._groups(number, scores, result)
         if told is None:
-            self.own[number], self.widths[number] = result.indices, scores.shape[dim]
+            self.widths[number] = scores.shape[dim]
             return result
         # The dim of the choice is the last from here on.
         told, scores = told.reshape(result.indices.shape).movedim(dim, -1), scores.movedim(dim, -1)
@@ -231,7 +227,7 @@ class Float64(Told):
     """
 
     lowered = False
-    wide = torch.float64
+    wide, drawn = torch.float64, torch.float32
     # What dtypes, and methods that cast, mean inside
     meanings: dict[torch.dtype, torch.dtype] = {**WIDER, **LOWER}
     casts: dict[Function, Function] = CASTS
@@ -271,7 +267,7 @@ class Float64(Told):
     def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
         if self.dtypes is None:
             return function(*args, **kwargs)
-        return drawn_in(self.dtypes.get(number, torch.float32), function, args, kwargs)
+        return drawn_in(self.dtypes.get(number, self.drawn), function, args, kwargs, self.wide)
 
     def _widened(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.dtype) or leaf not in self.meanings:
@@ -290,13 +286,8 @@ class Float64(Told):
 class Float32(Float64):
     """The yardstick's mode for a run in float64: inside, torch.float64 means torch.float32."""
 
-    wide, meanings = torch.float32, NARROWER
+    wide, drawn, meanings = torch.float32, torch.float64, NARROWER
     casts = {torch.Tensor.double: torch.Tensor.float, CDOUBLE: CFLOAT}
-
-    def draw(self, number: int, function: Function, args: Given, kwargs: Named) -> Any:
-        """Return what the run drew, in float32. `dtypes` are those of a pass that computes in float64, as the run did."""
-        dtype = torch.float64 if self.dtypes is None else self.dtypes.get(number, torch.float64)
-        return drawn_in(dtype, function, args, kwargs, self.wide)
 
 
 def _on_cpu(value: Any) -> Any:

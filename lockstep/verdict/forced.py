@@ -26,10 +26,10 @@ from lockstep.verdict.float64 import Float64, Told
 from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
 from lockstep.verdict.judgement import Judgement, is_vector_gradient, zeros_of
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.module_results import ModuleResults, digest_of, with_factors
+from lockstep.verdict.module_results import ModuleResults, digest_of
 from lockstep.verdict.modules import Modules
 from lockstep.verdict.normalisation import Sum
-from lockstep.verdict.rows import StepVerdict, judged
+from lockstep.verdict.rows import StepVerdict
 from lockstep.verdict.scalars import Chosen
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def _judge_step(
     precision = config["precision"]
     arithmetic = arithmetic_of(config["device"], single=precision == "fp32")
     factors = Factors(len(dump.steps), arithmetic.factor)
-    modules = Modules(StepVerdict(step, arithmetic), precision, factors, scaled=False, whose="DP rank")
+    verdict = StepVerdict(step, arithmetic, lowered=[precision] * (precision != "fp32"))
+    modules = Modules(verdict, factors, scaled=False, whose="DP rank")
     labels = dump.tensor(step, "batch/labels")
     num_labels = int((labels != IGNORED).sum()) if dump.samples.counted else None
     share = 1.0 if num_labels else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
@@ -181,18 +182,15 @@ def _judge_step(
     trained = [name for name in dump.layout.model.trained if dump.has(step, f"gradient/{name}")]
     observed = Lazy(trained, lambda name: dump.tensor(step, f"gradient/{name}"))
     reference_gradients = Sum(observed, [reference_pass.gradients()], torch.ones(1))
-    gradients = judged(
-        step,
+    gradients = verdict.judged(
         observed,
         reference_gradients,
         yardstick_pass.gradients(),
-        precision,
-        arithmetic=arithmetic,
         kind="gradient/",
         factors=factors,
         zeros=_zeros(reference, step, trained, precision),
     )
-    return with_factors([*modules.rows.values(), *gradients], factors), modules.chosen
+    return modules.with_factors(gradients, factors), modules.chosen
 
 
 def _zeros(reference: Dump, step: int, trained: list[str], precision: str) -> set[str]:

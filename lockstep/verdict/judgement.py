@@ -75,6 +75,11 @@ class Judgement:
         return self.name.split("/")[0]
 
     @property
+    def path(self) -> str:
+        """Its name without the kind: a module or a parameter."""
+        return self.name.partition("/")[2]
+
+    @property
     def which_pass(self) -> str:
         return pass_of(self.name)
 
@@ -147,7 +152,7 @@ class Judgement:
 
 def add_pictures(
     rows: Sequence[Judgement],
-    size_of: Callable[[Judgement], int],
+    entries: dict[str, dict],
     pair_of: Callable[[Judgement], tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Draw pictures for rows of one pass: those that are too far, and those that are nearest to that.
@@ -159,7 +164,7 @@ def add_pictures(
     near = sorted((row for row in rows if not row.too_far), key=lambda row: -row.multiple)[:NEAREST]
     for index, row in enumerate([*far, *near]):
         side = COARSE if row.too_far and index >= FINE else SIDE
-        if 0 < size_of(row) <= (LARGEST if row.too_far else LARGEST_NEAR):
+        if 0 < number_of_elements(entries[row.name]) <= (LARGEST if row.too_far else LARGEST_NEAR):
             counted = row.kind == "batch"
             row.picture = draw(*pair_of(row), row.tolerated, row.tolerated_largest, side, counted=counted)
 

@@ -26,12 +26,12 @@ from lockstep.verdict.loss_tolerance import (
 )
 
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
+VERDICTS = ("CONFIGURED DIFFERENTLY", FAIL, NOT_JUDGED, PASS)  # the worst first
 
 
 def worst(outcomes: Iterable[str]) -> str:
     """Return the worst of some outcomes: FAIL if there is one, else NOT JUDGED, else PASS."""
-    distinct = set(outcomes)
-    return next(outcome for outcome in (FAIL, NOT_JUDGED, PASS) if outcome in distinct)
+    return min(outcomes, key=VERDICTS.index)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,6 @@ class CurveVerdict:
     problems: list[str]
     doubt: str  # why the differences cannot be judged, or ""
     certain: int  # if there is a doubt, only the bounds of so many first steps can fail a run
-
-    @property
-    def loss_passed(self) -> bool:
-        return self.red_loss_step is None
-
-    @property
-    def grad_norm_passed(self) -> bool:
-        return self.red_grad_norm_step is None
 
     @property
     def outcome(self) -> str:
@@ -84,8 +76,7 @@ class CurveVerdict:
         return self.outcome == PASS
 
     def as_dict(self) -> dict:
-        names = ("loss_passed", "grad_norm_passed", "passed", "outcome")
-        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+        return {**asdict(self), "passed": self.passed, "outcome": self.outcome}
 
 
 def compare_curves(baseline: History, other: History, tolerance: Tolerance) -> CurveVerdict:

@@ -56,7 +56,6 @@ class Tolerance:
 class Rule:
     """How a tolerance follows from a run: the rounding noise of the first loss, and its amplification by training."""
 
-    growth: float  # largest difference over up to 100 steps / first difference
     mean_growth: float  # mean difference over these steps / first difference
     grad_norm: float  # relative difference of gradient norms that is tolerated at any step
     first_grad_norm: float  # allowed at any step, however little the control run shows
@@ -82,7 +81,6 @@ GROWTH = 10  # by which the noise of the first loss may have grown in later step
 # The one table of tolerances.
 RULES = {
     "fp32": Rule(
-        growth=GROWTH,
         mean_growth=2,
         grad_norm=1e-5,
         first_grad_norm=1e-6,
@@ -90,7 +88,6 @@ RULES = {
         "100 steps; the gradient norm is summed in float64 from gradients that differ by a few unit roundoffs (6e-8)",
     ),
     "autocast": Rule(
-        growth=GROWTH,
         mean_growth=2.5,
         grad_norm=1e-2,
         first_grad_norm=1e-3,
@@ -133,7 +130,7 @@ def derived(rule: Rule, noise: list[float]) -> Tolerance:
     """
     first, steps = noise[0], len(noise)
     least = [max(first, nats) for nats in noise]
-    losses = (first, *(rule.growth * nats for nats in least[1:]))
+    losses = (first, *(GROWTH * nats for nats in least[1:]))
     return Tolerance(
         losses, rule.mean_growth * sum(least) / steps, (rule.grad_norm,) * steps, rule.reason, steps
     )

@@ -127,15 +127,6 @@ def _smoothing(logits: torch.Tensor, gradient: torch.Tensor, least: float) -> fl
     return smoothing if least < smoothing < 1 else 0.0
 
 
-def labels_of(logits: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the labels of a cross-entropy by its exact gradient at the logits, whatever the weights of its tokens.
-
-    -1 stands where no token counts. Return None if the gradient is not that of a cross-entropy.
-    """
-    recognised = recognise(logits, gradient)
-    return None if recognised is None else recognised.labels
-
-
 def mean_of(
     micro_batch: JoinedMicroBatch, loss: float | None, logits: torch.Tensor | None, number: float
 ) -> Mean:

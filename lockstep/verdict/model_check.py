@@ -16,7 +16,7 @@ from lockstep.inputs.data import Inputs
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import from_config, quiet
 from lockstep.plan.config import Config
-from lockstep.training.optim import named_trained
+from lockstep.training.optim import named_trained, total_norm
 from lockstep.verdict.float64 import Float64, make_exact
 
 # Step sizes of the central differences. If a router jumps within one step, another step serves.
@@ -125,7 +125,7 @@ def _problem(
 
 def _unit(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors divided by their norm, that of all together."""
-    norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+    norm = total_norm(tensors)
     return [tensor / norm for tensor in tensors]
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ConfigDict
@@ -11,8 +10,6 @@ from lockstep.dumps.dump import Dump
 from lockstep.dumps.manifest import MANIFEST
 from lockstep.ground.files import read_json, write_text
 from lockstep.ground.schemas import Sha256, Strict, validate
-from lockstep.recorder.module_hooks import module_of
-from lockstep.verdict.factors import Factor, Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.scalars import Chosen
 
@@ -28,32 +25,6 @@ class ModuleResults(Strict):
     dump: Sha256  # of the dump's manifest
     rows: list[Judgement]
     choices: list[Chosen]
-
-
-def with_factors(rows: list[Judgement], factors: Factors) -> list[Judgement]:
-    """Return the rows with their factors added.
-
-    A module with factors in several micro batches gets the one that is farthest beyond what is tolerated, and all ranks that
-    have one.
-    """
-    by_row: dict[str, list[Factor]] = {}
-    for factor in sorted(factors.beyond(), key=lambda factor: -factor.multiple):
-        row_name = (
-            factor.name
-            if factor.rank is None
-            else f"{factor.name.partition('/')[0]}/{module_of(factor.name)}"
-        )
-        by_row.setdefault(row_name, []).append(factor)
-    return [_with_factor(row, by_row[row.name]) if row.name in by_row else row for row in rows]
-
-
-def _with_factor(row: Judgement, beyond: list[Factor]) -> Judgement:
-    """Return a row with the farthest of its tensor's factors. `beyond` are these factors, the farthest first."""
-    farthest, ranks = beyond[0], dict(row.ranks)
-    for factor in beyond:
-        if factor.rank is not None:
-            ranks[factor.rank] = max(factor.multiple, ranks.get(factor.rank, 0.0))
-    return replace(row, factor=farthest, ranks=ranks, where=row.where if row.is_far else farthest.where)
 
 
 def sentence(rows: list[Judgement]) -> str:

@@ -13,7 +13,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import FLOOR, MULTIPLE, UNIT, Judgement
 from lockstep.verdict.lazy import Lazy
-from lockstep.verdict.rows import StepVerdict, Wrong, judged
+from lockstep.verdict.rows import StepVerdict, Wrong
 from lockstep.verdict.scalars import Chosen
 
 Tensors = dict[str, list[tuple[int, torch.Tensor]]]  # name -> (rank, tensor) of each rank that has it
@@ -30,13 +30,12 @@ class Modules:
     def __init__(
         self,
         verdict: StepVerdict,
-        precision: str,
         factors: Factors | None = None,
         *,
         scaled: bool = True,
         whose: str = "rank",
     ):
-        self.verdict, self.precision, self.factors = verdict, precision, factors
+        self.verdict, self.factors = verdict, factors
         self.scaled, self.whose = scaled, whose
         self.rows: dict[str, Judgement] = {}
         # Name of a row -> rank that has the tensor -> the largest `multiple` there
@@ -68,7 +67,7 @@ class Modules:
         is_finite = reference.isfinite() & yardstick.isfinite()
         scores = reference[is_finite]
         error = float((yardstick[is_finite] - scores).abs().max())
-        return 2 * (MULTIPLE * error + FLOOR * UNIT[self.precision] * float(scores.abs().max()))
+        return 2 * (MULTIPLE * error + FLOOR * UNIT[self.verdict.precision] * float(scores.abs().max()))
 
     def _judge(
         self,
@@ -79,7 +78,6 @@ class Modules:
         yardstick: Mapping[str, torch.Tensor],
     ) -> None:
         """Judge a rank's tensors of one pass, which are in order of execution."""
-        places = {name: f"micro batch {number}, {self._whose(name, rank)}" for name in run_tensors}
         scale = None if self.scaled else 1.0
         scales: dict[str, float] = {}
         for name, tensor in run_tensors.items():
@@ -107,16 +105,12 @@ class Modules:
                 scales, lambda name: raw[name] if scales[name] == 1 else raw[name].double() * scales[name]
             )
 
-        rows = judged(
-            self.verdict.step,
+        rows = self.verdict.judged(
             run_tensors,
             scaled(reference),
             scaled(yardstick),
-            self.precision,
-            arithmetic=self.verdict.arithmetic,
             factors=self.factors,
             dtypes=dtypes,
-            where=places,
             rank=rank,
         )
         for row in rows:
@@ -124,12 +118,32 @@ class Modules:
             ranks = self.ranks.setdefault(name, {})
             ranks[rank] = max(row.multiple, ranks.get(rank, 0.0))
             if name not in self.rows or row.multiple > self.rows[name].multiple:
-                self.rows[name] = replace(row, name=name, where=places[row.name], ranks=ranks)
+                self.rows[name] = replace(row, name=name, where=self._place(row.name, rank), ranks=ranks)
 
-    def _whose(self, name: str, rank: int) -> str:
-        """Return the rank or ranks that a tensor is of, in words."""
-        shards = self.verdict.shards.get(f"{name.partition('/')[0]}/{module_of(name)}", {})
-        return f"ranks {', '.join(map(str, shards))}" if rank in shards else f"{self.whose} {rank}"
+    def _place(self, name: str, rank: int) -> str:
+        """Return the micro batch, and the rank or ranks, that a tensor is of, in words."""
+        kind, number, module = name.split("/", 2)
+        shards = self.verdict.shards.get(f"{kind}/{module}", {})
+        whose = f"ranks {', '.join(map(str, shards))}" if rank in shards else f"{self.whose} {rank}"
+        return f"micro batch {number}, {whose}"
+
+    def with_factors(self, gradients: list[Judgement], factors: Factors) -> list[Judgement]:
+        """Return the rows, and then those of the parameters' gradients, with their factors.
+
+        A module with factors in several micro batches gets the one that is farthest beyond what is tolerated, and all ranks that
+        have one.
+        """
+        rows = {**self.rows, **{row.name: row for row in gradients}}
+        for factor in sorted(factors.beyond(), key=lambda factor: factor.multiple):
+            kind, *_, module = factor.name.split("/", 1 if factor.rank is None else 2)
+            row = rows[f"{kind}/{module}"]
+            row.factor = factor  # that of the last is the farthest
+            if factor.rank is not None:
+                factor.where = self._place(factor.name, factor.rank)
+                row.ranks[factor.rank] = max(factor.multiple, row.ranks.get(factor.rank, 0.0))
+            if not row.is_far:
+                row.where = factor.where
+        return list(rows.values())
 
     def close(self) -> bool:
         """Add the rows, and what is wrong, to the verdict. Return whether anything is wrong."""

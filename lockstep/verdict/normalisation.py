@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import statistics
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -124,7 +125,7 @@ def _distance(square: torch.Tensor, right: torch.Tensor, weights: torch.Tensor) 
     return math.sqrt(max(float(1 - 2 * weights @ right + weights @ square @ weights), 1e-16))
 
 
-class Sum(Mapping[str, torch.Tensor]):
+class Sum(UserDict[str, torch.Tensor]):
     """A weighted sum of gradients in float64, by name. A column counts as zero where it does not have a tensor.
 
     `like` has the names and shapes. `factors` are what tensors are multiplied with besides. Nothing of the sum is kept: a tensor is
@@ -138,6 +139,7 @@ class Sum(Mapping[str, torch.Tensor]):
         weights: torch.Tensor,
         factors: Factors | None = None,
     ):
+        self.data = dict.fromkeys(like)  # type: ignore[assignment] # names alone
         self.like, self.columns, self.weights = like, columns, weights.tolist()
         self.factors = factors or {}
 
@@ -176,15 +178,6 @@ class Sum(Mapping[str, torch.Tensor]):
                 whole += dot(piece, piece)
             rest[name] = math.sqrt(left / whole) if whole > 0 else 0.0
         return rest
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.like  # Mapping's own would compute the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.like)
-
-    def __len__(self) -> int:
-        return len(self.like)
 
 
 def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:

@@ -50,6 +50,7 @@ from lockstep.training.optim import (
     parameter_groups,
     set_rate,
     state_kinds,
+    total_norm,
     trained,
 )
 from lockstep.training.strategy import MicroBatch
@@ -151,7 +152,7 @@ class ReferenceStrategy:
         return [(self.model, {name: name for name in self.config.samples.inputs})]
 
     def grad_norm(self) -> float:
-        return sum(float(gradient_of(parameter).square().sum()) for parameter in trained(self.model)) ** 0.5
+        return float(total_norm(map(gradient_of, trained(self.model))))
 
     def update(self) -> float:
         grad_norm = self.grad_norm()

@@ -8,13 +8,13 @@ from lockstep.dumps.dump import Dump
 from lockstep.verdict.distance import Distance, Measured, relative
 from lockstep.verdict.float64 import GROUPS
 from lockstep.verdict.judgement import MULTIPLE, Judgement
+from lockstep.verdict.loss_curves import worst
 from lockstep.verdict.module_results import ModuleResults
 from lockstep.verdict.rows import described
 from lockstep.verdict.scalars import Chosen, Loss, Norm
 
 # A gradient would have shown a deviation if at most so much of that is tolerated of the gradient.
 FINER = 0.5
-VERDICTS = ("CONFIGURED DIFFERENTLY", "FAIL", "NOT JUDGED", "PASS")  # the worst first
 INPUTS = ("batch", "forward", "backward")  # kinds of tensors that modules compute from
 Failure = tuple[int, float, str, str]  # (step, position in it, tensor, what is wrong)
 
@@ -293,7 +293,7 @@ class Result:
     @functools.cached_property
     def outcome(self) -> str:
         """The worst verdict of any run."""
-        return min(map(self.verdict, self.runs), key=VERDICTS.index)
+        return worst(map(self.verdict, self.runs))
 
     def is_no_yardstick(self, name: str) -> bool:
         """Whether the run is the yardstick, but too far from the reference to measure other runs by.

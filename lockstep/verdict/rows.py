@@ -1,16 +1,14 @@
 """What was found of one recorded step: its tensors, each with what is tolerated of it, and sentences about what is wrong."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.dumps.dump import number_of_elements
-from lockstep.verdict.distance import Distance, distance_of_numbers, distances_of
+from lockstep.verdict.distance import Distance, distance_of, distances_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.gpu_arithmetic import CPU, Arithmetic
-from lockstep.verdict.judgement import EXACT, Judgement, Yardstick, add_pictures
+from lockstep.verdict.judgement import Judgement, Yardstick, add_pictures
 from lockstep.verdict.normalisation import Gradients, Named, Sum
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -89,26 +87,75 @@ class StepVerdict:
         """Rows of which half of their size or more is tolerated, so that zeros in their place might not be noticed."""
         return [row for row in self.rows if not (row.judged or row.too_far or row.exact_zero)]
 
-    def gradients(
-        self, observed: Gradients, reference: Gradients, yardstick: Gradients, **more: Any
-    ) -> list[Judgement]:
-        """Return the rows of the parameters' gradients of the step. `more` is passed on to `judged`."""
-        return judged(
-            self.step,
-            observed,
-            reference,
-            yardstick,
-            self.precision,
-            arithmetic=self.arithmetic,
-            kind="gradient/",
-            **more,
-        )
-
     def number(self, name: str, own: float, reference: float, tolerated: float) -> Judgement:
         """Add a row of a single number, and return it. `tolerated` is absolute."""
-        row = Judgement(self.step, name, distance_of_numbers(own, reference), tolerated, tolerated)
+        distance = distance_of(*torch.tensor([own, reference], dtype=torch.float64))
+        row = Judgement(self.step, name, distance, tolerated, tolerated)
         self.rows.append(row)
         return row
+
+    def judged(
+        self,
+        observed: Gradients,
+        reference: Gradients,
+        yardstick: Gradients,
+        *,
+        kind: str = "",
+        factors: Factors | None = None,
+        zeros: Collection[str] = (),
+        dtypes: Mapping[str, torch.dtype] = {},
+        rank: int | None = None,
+    ) -> list[Judgement]:
+        """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `reference`.
+
+        `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
+        rounded to another one before. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given if modules were
+        computed by themselves. It is given the tensors, too, `where` each of them is, and their `rank`.
+        """
+        distances: dict[str, Distance] = {}
+        yardstick_distances: dict[str, Distance] = {}
+        entries: dict[str, dict] = {}
+        names = {f"{kind}{name}": name for name in reference}
+        for key, name in names.items():
+            tensor, yardstick_tensor, reference_tensor = observed[name], yardstick[name], reference[name]
+            distance, yardstick_distances[key] = distances_of([tensor, yardstick_tensor], reference_tensor)
+            if isinstance(reference, Sum):
+                distance.terms = reference.largest_term(name)
+            distances[key] = distance
+            entries[key] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
+            if factors is not None:
+                factors.add(
+                    key,
+                    tensor,
+                    yardstick_tensor,
+                    reference_tensor,
+                    is_weight=bool(kind),
+                    rank=rank,
+                )
+        tolerances = Yardstick(
+            yardstick_distances,
+            entries,
+            self.precision,
+            self.arithmetic.floor,
+            zeros,
+            alone=factors is not None,
+        )
+        rows = [
+            Judgement(
+                self.step,
+                key,
+                distance,
+                *tolerances.tolerance(key, distance),
+                exact_zero=tolerances.is_zero(key, distance),
+            )
+            for key, distance in distances.items()
+        ]
+        add_pictures(
+            rows,
+            entries,
+            lambda row: (observed[names[row.name]], reference[names[row.name]]),
+        )
+        return rows
 
 
 def described(row: Judgement, alone: Judgement | None) -> str:
@@ -118,66 +165,3 @@ def described(row: Judgement, alone: Judgement | None) -> str:
     """
     factor = alone.factor if alone is not None and alone.of_factor else None
     return (row if factor is None else factor).describe()
-
-
-def judged(
-    step: int,
-    observed: Gradients,
-    reference: Gradients,
-    yardstick: Gradients,
-    precision: str,
-    *,
-    arithmetic: Arithmetic = CPU,
-    kind: str = "",
-    factors: Factors | None = None,
-    zeros: Collection[str] = (),
-    dtypes: Mapping[str, torch.dtype] = {},
-    where: Mapping[str, str] = {},
-    rank: int | None = None,
-) -> list[Judgement]:
-    """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `reference`.
-
-    `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `precision` is "fp32" or
-    "autocast". `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
-    rounded to another one before. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given if modules were
-    computed by themselves. It is given the tensors, too, `where` each of them is, and their `rank`.
-    """
-    distances: dict[str, Distance] = {}
-    yardstick_distances: dict[str, Distance] = {}
-    entries: dict[str, dict] = {}
-    names = {f"{kind}{name}": name for name in reference}
-    for key, name in names.items():
-        tensor, yardstick_tensor, reference_tensor = observed[name], yardstick[name], reference[name]
-        distance, yardstick_distances[key] = distances_of([tensor, yardstick_tensor], reference_tensor)
-        terms = reference.largest_term(name) if isinstance(reference, Sum) else EXACT
-        distances[key] = replace(distance, terms=terms)
-        entries[key] = {"shape": list(tensor.shape), "dtype": DTYPES[dtypes.get(name, tensor.dtype)]}
-        if factors is not None:
-            factors.add(
-                key,
-                tensor,
-                yardstick_tensor,
-                reference_tensor,
-                is_weight=bool(kind),
-                where=where.get(key, ""),
-                rank=rank,
-            )
-    tolerances = Yardstick(
-        yardstick_distances, entries, precision, arithmetic.floor, zeros, alone=factors is not None
-    )
-    rows = [
-        Judgement(
-            step,
-            key,
-            distance,
-            *tolerances.tolerance(key, distance),
-            exact_zero=tolerances.is_zero(key, distance),
-        )
-        for key, distance in distances.items()
-    ]
-    add_pictures(
-        rows,
-        lambda row: number_of_elements(entries[row.name]),
-        lambda row: (observed[names[row.name]], reference[names[row.name]]),
-    )
-    return rows

@@ -72,7 +72,9 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
 
     `references` are those of the runs, by strategy; empty without a reference.
     """
-    shares = math.gcd(*(len(_rank_losses(dump, step)) for dump in (*dumps.values(), *references.values())))
+    shares = math.gcd(
+        *(len(dump.steps[step]["rank_losses"]) for dump in (*dumps.values(), *references.values()))
+    )
     batch = ("batch/input_ids", "batch/labels")
     # All dumps have the same batch; some may lack it.
     all_dumps = (baseline, *references.values(), *dumps.values())
@@ -82,7 +84,7 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
     growth = 1 if step == 1 else GROWTH
 
     def of_rank(dump: Dump, share: int) -> float:
-        losses = _rank_losses(dump, step)
+        losses = dump.steps[step]["rank_losses"]
         ranks = len(losses) // shares
         return sum(losses[share * ranks : (share + 1) * ranks]) / ranks
 
@@ -114,10 +116,6 @@ def losses(baseline: Dump, dumps: Dumps, step: int, precision: str, references: 
             )
         )
     return rank_losses
-
-
-def _rank_losses(dump: Dump, step: int) -> list[float]:
-    return dump.steps[step]["rank_losses"]
 
 
 @dataclass

@@ -245,7 +245,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
     held = math.sqrt(
         sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
     )
-    norms = [Norm(1, held * (recorded_norm or 1), held)]
+    norms = [Norm(1, held * (recorded_norm or 1), held, clip=1.0)]
     run = Written({1: own}, replicas_differ, **written)
     found = Findings("fsdp", run, "ddp", [], configuration or {}, rows, norms)
     result = Result({"fsdp": found}, "ddp", [])
@@ -434,7 +434,7 @@ def test_what_enters_is_called_right_where_it_was_seen():
 def test_weights_that_are_all_equal_show_no_weight_decay():
     """A multiple of them is a constant, too."""
     ones = {f"parameter/{name}": torch.ones(shape).double() for name, shape in PARAMETERS.items()}
-    row = SimpleNamespace(name="parameter/col.weight")
+    row = SimpleNamespace(name="parameter/col.weight", path="col.weight")
     case = SimpleNamespace(
         wrong=lambda kind: [row],
         before=lambda name: ones[f"parameter/{name}"],

@@ -23,7 +23,7 @@ def test_every_save_is_a_whole_file(tmp_path):
     whole = made_up(steps=3)
     record = history.History(run=whole.run, contract=whole.contract, weights={"initial_sha256": "a" * 64})
     for step in whole.steps:
-        record.add(step)
+        record.steps.append(step)
         record.save(tmp_path / "loss_ddp.json")
         read = history.read(tmp_path / "loss_ddp.json")
         assert [s["step"] for s in read.steps] == list(range(1, step["step"] + 1)) and read.ended is None

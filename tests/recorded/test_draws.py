@@ -441,7 +441,9 @@ def test_who_drew_what(changes, message):
 def test_other_random_numbers_than_the_run_drew_leave_little_to_judge(tmp_path, capsys, monkeypatch):
     """The yardstick draws as the run did, and would make it look right, if nothing said how much is tolerated."""
     recorded(tmp_path, "factory of numbers")
-    monkeypatch.setattr(float64, "drawn_in", lambda _, function, args, kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(
+        float64, "drawn_in", lambda _, function, args, kwargs, wide: function(*args, **kwargs)
+    )
     status = judge.main([str(tmp_path)])
     out = capsys.readouterr().out
     assert status == 0 and "hardly judged, as one process in the run's dtype is as far off" in out

@@ -89,7 +89,7 @@ def test_a_planted_bug_is_caught_placed_and_explained(runs):
         )
     ]
     for part in parts:
-        own = torch.cat([mine.flatten() for mine, _, _ in part.blocks()])
+        own = torch.cat([mine.flatten() for mine, _ in part.blocks()])
         assert part.known and recompute.samples_of_one_replica(part, 1)[1] < 1e-5 * float(own.norm())
 
 

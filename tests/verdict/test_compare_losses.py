@@ -58,7 +58,7 @@ def test_no_tolerance_no_verdict():
 )
 def test_what_turns_red(other, loss, grad_norm):
     result = verdict(other)
-    assert (result.loss_passed, result.grad_norm_passed) == (loss, grad_norm)
+    assert (result.red_loss_step is None, result.red_grad_norm_step is None) == (loss, grad_norm)
     assert result.passed == (loss and grad_norm)
 
 
@@ -160,7 +160,7 @@ def test_the_learning_rate_of_every_step_is_compared():
     for step in other.steps[10:]:
         step["learning_rate"] *= 0.9
     result = verdict(other)
-    assert result.outcome == "FAIL" and result.loss_passed
+    assert result.outcome == "FAIL" and result.red_loss_step is None
     assert any(
         "learning rate of step 11 is" in problem and "configuration says 0.001" in problem
         for problem in result.problems

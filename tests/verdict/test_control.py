@@ -20,7 +20,7 @@ def test_a_quiet_control_tightens_the_tolerance():
     assert set(mine.grad_norm) == {
         1e-6
     }  # the control's norms are the baseline's: what is always allowed is left
-    assert not compare_curves(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).loss_passed
+    assert compare_curves(history(), spoil(s9={"loss": 6.6 + 5e-6}), mine).red_loss_step == 9
 
 
 def test_what_the_control_shows_is_allowed_from_that_step_on():
