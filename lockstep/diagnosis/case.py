@@ -23,6 +23,10 @@ MOMENTS = dict(zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True))
 LEFT = 0.05  # the share of an error that an explanation may leave
 
 
+class NotCaptured(Exception):
+    """A rule asks for an output that the run lacks, because one kernel computes several modules."""
+
+
 class Case:
     """One run of a finished comparison, and its first wrong tensor.
 
@@ -57,7 +61,8 @@ class Case:
         }
         self.entry = self.dump.steps[self.step]
         self.rows, self.norm = self.found.rows_of(self.step), self.found.norm_of(self.step)
-        self.not_computed = [name for step, name in self.dump.missing if step == self.step]
+        lacking = [pair for pair in self.dump.missing if pair not in self.found.skipped]
+        self.not_computed = [name for step, name in lacking if step == self.step]
         self._reference_of_step = replay if replay is not None and self.step in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:
@@ -75,8 +80,14 @@ class Case:
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
-        """Return a tensor that the run computed, in its first wrong step unless another step is given."""
-        return self.dump.tensor(self.step if step is None else step, name).double()
+        """Return a tensor that the run computed, in its first wrong step unless another step is given.
+
+        Raises NotCaptured for one that a kernel skips.
+        """
+        step = self.step if step is None else step
+        if (step, name) in self.found.skipped:
+            raise NotCaptured
+        return self.dump.tensor(step, name).double()
 
     def reference(self, name: str) -> torch.Tensor:
         """Return the reference's tensor of the step. It has the batch, forward, backward, and gradients."""
@@ -206,7 +217,7 @@ class Case:
     def in_words(self, factor: float) -> str:
         """Return a factor and what it may be, such as "2 = tp or dp"."""
         names = self.names_of(factor)
-        return f"{factor:.4g}" + (f" = {' or '.join(names)}" if names else "")
+        return evidence.shown(factor) + (f" = {' or '.join(names)}" if names else "")
 
     def losses(self) -> list[tuple[float, float, float]]:
         """Return (reported loss, reference's loss, what is tolerated of their difference) of each group of DP ranks in the step."""

@@ -4,11 +4,12 @@ A step runs batch -> forward -> loss -> backward -> gradients -> norm -> moments
 tensor is wrong because of it, so only the first wrong stage is examined.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.diagnosis import backward, forward, gradients, odd, update
-from lockstep.diagnosis.case import Case, describe
+from lockstep.diagnosis.case import Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
 from lockstep.verdict.result import Cause, Diagnosis, Result
@@ -107,8 +108,12 @@ def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
     """
     if stage in OF_UPDATES and not case.steps_built_in(case.first.partition("/")[2]):
         return None, None
-    explanations = ((rule, cause) for rule in STAGES[stage].rules if (cause := rule(case)) is not None)
-    return next(explanations, (None, None))
+    for rule in STAGES[stage].rules:
+        with contextlib.suppress(NotCaptured):  # the rule then says nothing
+            cause = rule(case)
+            if cause is not None:
+                return rule, cause
+    return None, None
 
 
 def _doubt(case: Case, stage: str, cause: Cause) -> str:

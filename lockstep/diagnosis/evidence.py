@@ -28,6 +28,12 @@ def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
     return [name for name, value in known.items() if abs(factor - value) <= near * value]
 
 
+def shown(factor: float) -> str:
+    """Return a factor in four digits, or more if these would say 1."""
+    text = f"{factor:.4g}"
+    return text if text != "1" else f"{factor:.8g}"
+
+
 def relative_error(own: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the relative error (2-norm); 0 if the reference is zero."""
     size = float(reference.norm())

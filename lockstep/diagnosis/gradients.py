@@ -125,8 +125,8 @@ def uneven_samples(case: Case) -> Cause | None:
 def one_factor(case: Case) -> Cause | None:
     """All wrong gradients are the right ones times one factor.
 
-    If all gradients are wrong, the factor is the cause. If some are, a factor that may be tp or something else says little,
-    unless they are exactly those of the parameters that every tp rank holds.
+    If all gradients are wrong, the factor is the cause. If some are, a factor that may be tp or something else says little, unless
+    they are exactly those of the parameters that every tp rank holds.
     """
     wrong = case.wrong("gradient")
     factor = case.factor(wrong)
@@ -143,7 +143,7 @@ def one_factor(case: Case) -> Cause | None:
     if replicated and {row.name for row in wrong} == set(replicated):
         held = "the parameters that every tp rank holds"
         return Cause(name, f"only the gradients of {held} are {times} they should be")
-    if names in ([], ["tp"]):
+    if "tp" not in names or names == ["tp"]:
         return Cause(name, f"the gradient of {listed(_wrong(case))} is {times} it should be")
     return None
 

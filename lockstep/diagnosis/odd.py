@@ -172,12 +172,12 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
     if factor is not None:
         blurred = "" if case.options["precision"] == "fp32" else ", as far as bfloat16's noise shows"
         if case.first.startswith("parameter/"):  # numbers of ranks have no part in an update
-            return [f"its change is {factor:.4g} times the right one{blurred}"]
+            return [f"its change is {evidence.shown(factor)} times the right one{blurred}"]
         return [f"it is {case.in_words(factor)} times the right one{blurred}"]
     wrong = _wrong_elements(case, own, reference)
     times = evidence.multiple_of(own[wrong], reference[wrong])
     if FEW < int(wrong.sum()) < wrong.numel() and _is_multiple(own[wrong], reference[wrong], times):
-        return [f"the wrong elements are {times:.4g} times the right ones"]
+        return [f"the wrong elements are {evidence.shown(times)} times the right ones"]
     error = own - reference
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):

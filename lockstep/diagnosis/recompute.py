@@ -121,24 +121,49 @@ class Contributions:
         case, module = self.case, self.module
         needed = [f"backward/{module}"]
         shape = case.dump.layout.parameters[self.parameter]
-        if self.what == "bias" or len(shape) == 1:
+        if self._is_embedding:
+            needed += ["batch/input_ids"]
+            needed += [case.names.logits_gradient, f"forward/{case.source(case.names.head)}"] * self._is_tied
+        elif self.what == "bias" or len(shape) == 1:
             needed += [f"forward/{module}"]
         elif case.is_linear(module) and case.weight_of(module) == self.parameter:
             needed += [f"forward/{case.source(module)}"]
         else:
             return False
-        is_tied = (
-            self.parameter == case.weight_of(case.names.head) and module != case.names.head
-        )  # a sum of two
         are_right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
         num_parts = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
-        return are_right and not is_tied and 4 * self.samples <= shape[-1] // num_parts
+        return are_right and 4 * self.samples <= shape[-1] // num_parts
+
+    @property
+    def _is_embedding(self) -> bool:
+        return self.parameter == self.case.names.embedding_weight
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the head has the weight of the embedding. The gradient is then a sum of two."""
+        return self._is_embedding and self.parameter == self.case.weight_of(self.case.names.head)
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (the run's block, the contributions to it)."""
         case = self.case
         own = case.own(f"gradient/{self.parameter}")
         g = self._by_sample(case.own(f"backward/{self.module}"))
+        if self._is_embedding:
+            ids = case.own("batch/input_ids").long().view(self.samples, -1)
+            if self._is_tied:
+                of_head = self._by_sample(case.own(case.names.logits_gradient))
+                x = self._by_sample(case.own(f"forward/{case.source(case.names.head)}"))
+            for start in range(0, len(own), BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
+                block = own[rows]
+                contributed = g.new_zeros(self.samples, *block.shape)
+                sample, token = ((start <= ids) & (ids < start + len(block))).nonzero(as_tuple=True)
+                places = sample, ids[sample, token] - start
+                contributed.index_put_(places, g[sample, token], accumulate=True)
+                if self._is_tied:
+                    contributed += of_head[..., rows].transpose(1, 2) @ x
+                yield block, contributed
+            return
         if self.what == "weight" and own.ndim == 2:
             x = self._by_sample(case.own(f"forward/{case.source(self.module)}"))
             # The gradient of W^T is x^T g

@@ -22,6 +22,7 @@ a file of its own; these are then joined.
 import contextlib
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -119,6 +120,7 @@ class Capture:
         )
         self.manifest: dict[str, Any] = {"run": about, "layout": self.layout.model_dump(), "steps": {}}
         self.writers: dict[str, bool] = {}
+        self.cut = set[str]()  # parameters of which the ranks of a stage hold different shards
         self.unfinished: list[Path] = []
 
     def begin(self, strategy: Captured, step: int, fed: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
@@ -132,7 +134,7 @@ class Capture:
         called = strategy.called()
         self.called_with = set[str]().union(*(places for _, places in called))
         self.handles = [
-            module.register_forward_pre_hook(functools.partial(self._see_batch, places), with_kwargs=True)
+            module.register_forward_pre_hook(_untraced(self._see_batch, places), with_kwargs=True)
             for module, places in called
         ]
         names = self.layout.names
@@ -144,11 +146,11 @@ class Capture:
         for name in self.layout.inputs.keys() & by_name.keys():
             self.handles.append(
                 by_name[name].register_forward_pre_hook(
-                    functools.partial(self._see_inputs, name), prepend=True, with_kwargs=True
+                    _untraced(self._see_inputs, name), prepend=True, with_kwargs=True
                 )
             )
         for name, module in by_name.items():
-            self.handles.append(module.register_forward_hook(functools.partial(self._see_outputs, name)))
+            self.handles.append(module.register_forward_hook(_untraced(self._see_outputs, name)))
 
     def _open(self, strategy: Captured, step: int) -> None:
         """Open the file of a step on every rank. Collective."""
@@ -362,7 +364,10 @@ class Capture:
 
     def _write_one_held(self, key: str, name: str, local: torch.Tensor, full: tuple, start: tuple) -> None:
         self.writer.slot(key, full, local.dtype)
-        self.writer.write(key, start, local, is_writer=self.writers[name])
+        # An optimizer of the user's own may keep whole state of a parameter that is cut.
+        is_whole = name in self.cut and tuple(local.shape) == tuple(full)
+        is_first = self.here == Coordinates(pp=self.here.pp)
+        self.writer.write(key, start, local, is_writer=is_first if is_whole else self.writers[name])
 
     def _parameter_writers(self) -> dict[str, bool]:
         """Return parameter -> whether this rank writes its shard. Ranks that hold the same shard take turns. Collective."""
@@ -370,14 +375,13 @@ class Capture:
         for name, local, _, start in self.strategy.held("parameter"):
             own_places.setdefault(name, []).append((start, tuple(local.shape)))
         by_rank = gather_objects((self.here.pp, own_places))
+        of_stage = {rank: places for rank, (stage, places) in enumerate(by_rank) if stage == self.here.pp}
         writes = {}
         for number, name in enumerate(own_places):
-            holders = [
-                rank
-                for rank, (stage, places) in enumerate(by_rank)
-                if stage == self.here.pp and places[name] == own_places[name]
-            ]
+            holders = [rank for rank, places in of_stage.items() if places[name] == own_places[name]]
             writes[name] = holders[number % len(holders)] == self.rank
+            if len(holders) < len(of_stage):
+                self.cut.add(name)
         return writes
 
     def _finish(self, by_rank: list, entry: dict) -> None:
@@ -390,9 +394,7 @@ class Capture:
         for rank, (_, slots) in enumerate(by_rank):
             first = first_ranks[self.mesh.coordinates(rank).pp]
             if slots != by_rank[first][1]:
-                raise ValueError(
-                    f"rank {rank} and rank {first} did not see the same tensors in the same order"
-                )
+                raise ValueError(_unlike({first: by_rank[first][1], rank: slots}))
         for stage, path in enumerate(self.unfinished[1:], 1):
             self.writer.append(path, by_rank[first_ranks[stage]][1])
         for name in self.layout.of_step(self.kinds, self.rows, self.seq_length, self.inputs[2:]):
@@ -435,6 +437,26 @@ class Capture:
             here, there = parts[first][0].start, parts[self.mesh.neighbour(first, axis)][0].start
             dims.update((axis, dim) for dim, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
         return dims
+
+
+def _unlike(slots_by_rank: dict[int, dict[str, tuple]]) -> str:
+    """Return how the tensors of two ranks differ, in words. `slots_by_rank` has (shape, dtype, offset) of each."""
+    (first, ours), (other, theirs) = slots_by_rank.items()
+    for name in {**ours, **theirs}:
+        for rank, slots in slots_by_rank.items():
+            if name not in slots:
+                return f"rank {rank} has no {name}, and rank {first + other - rank} has: each rank names all tensors, those that it has no part of with an empty block"
+        if ours[name][:2] != theirs[name][:2]:
+            (shape, dtype, _), (other_shape, other_dtype, _) = ours[name], theirs[name]
+            return f"{name} is {list(shape)} {dtype} on rank {first}, and {list(other_shape)} {other_dtype} on rank {other}"
+    return f"rank {other} has the tensors in another order than rank {first}"
+
+
+def _untraced(see: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """Return a hook that calls `see` with these arguments first. A graph of a strategy that compiles by itself ends at it."""
+    hook = functools.partial(see, *arguments)
+    # To import dynamo takes seconds
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

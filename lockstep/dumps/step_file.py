@@ -222,7 +222,12 @@ def merge(
     covered = sum(math.prod(shape) for _, shape in places)
     if len(places) != len(written) or covered != math.prod(full_shape):
         raise ValueError(
-            f"{name}: the ranks wrote {covered} of {math.prod(full_shape)} elements in {len(written)} parts"
+            f"{name}: "
+            + (
+                f"the ranks hold {covered} of its {math.prod(full_shape)} elements"
+                if len(places) == len(written)
+                else f"{len(written)} ranks write it, and {len(places)} would do: its parts overlap"
+            )
         )
     pairs = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
     digests = {(part.start, part.shape): part.sha256 for _, part in pairs if part.checksum is not None}

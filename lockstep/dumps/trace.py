@@ -48,7 +48,11 @@ def _layout(architecture: str, attn_impl: str, positions: bool) -> Layout:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model of this architecture can be run ({first_line(error)})") from error
+        lengths = ", ".join(str(length) for _, length in SIZES)
+        why = f"{first_line(error)}{user_file.place_of(error)}"
+        raise UserError(
+            f"no model of this architecture can be run on sequences of {lengths} tokens, which show what each output is of ({why})"
+        ) from error
     outputs, flat, unknown = {}, [], []
     first = traces[0]
     for name, tensor in first.tensors.items():

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from lockstep.ground.errors import UserError, first_line
 
 STANDARD = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
+LOCKSTEP = Path(__file__).parents[1]
 INSTALLED = {"site-packages", "dist-packages"}  # folders
 
 
@@ -53,6 +55,18 @@ def load(text: str, option: str) -> Callable[..., Any]:
 def is_installed(path: Path) -> bool:
     """Whether a file or folder is of an installed package, or of Python itself."""
     return not INSTALLED.isdisjoint(path.parts) or not STANDARD.isdisjoint((path, *path.parents))
+
+
+def place_of(error: BaseException) -> str:
+    """Where code of the user's own raised an error, as ", at file.py:3"; "" if none of it did."""
+    places = [
+        f", at {path.name}:{call.lineno}"
+        for call in traceback.extract_tb(error.__traceback__)
+        if (path := Path(call.filename)).suffix == ".py"
+        and not is_installed(path)
+        and not path.is_relative_to(LOCKSTEP)
+    ]
+    return places[-1] if places else ""
 
 
 def own_paths() -> list[str]:

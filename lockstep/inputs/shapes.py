@@ -223,7 +223,9 @@ def build_empty(architecture: dict, *, attn_impl: str) -> "torch.nn.Module":
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for an architecture that is none
-        raise UserError(f"no model can be built from this architecture ({_reason(error)})") from error
+        raise UserError(
+            f"no model can be built from this architecture ({_reason(error)}{user_file.place_of(error)})"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.ground import hang, processes, progress, startup
+from lockstep.ground import hang, processes, progress, startup, user_file
 from lockstep.ground.errors import TrainingFailure, UserError, first_line, run_program
 from lockstep.ground.files import read_json
 from lockstep.inputs import architectures
@@ -191,10 +191,11 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
             line = run(job)
         except (UserError, TrainingFailure):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
+            place = user_file.place_of(error)
             raise TrainingFailure(
-                f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}"
+                f"rank {dist.get_rank()} failed: {type(error).__name__}: {first_line(error)}{place}"
             ) from error
         dist.barrier()
         if dist.get_rank() == 0:

@@ -55,6 +55,9 @@ class TorchStrategy:
         # What the loop feeds. Each forward pass counts again.
         self.num_micro_batches = config.gradient_accumulation_steps
         self.num_tokens = config.batch_size * config.seq_length // config.cp_size
+        self._fed = (
+            0  # the tokens that `loss` has been given in this step, perhaps a part of a micro batch at a time
+        )
         self._num_labels: torch.Tensor | None = None
         self._divided_by: torch.Tensor | None = None
         self._further: dict[str, torch.Tensor] = {}
@@ -108,7 +111,7 @@ class TorchStrategy:
         return Geometry.of_groups({axis: self.device_mesh.get_group(axis) for axis in AXES})
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        self.num_micro_batches = len(micro_batches)
+        self.num_micro_batches, self._fed = len(micro_batches), 0
         self._num_labels = count_labels(self.config.samples, micro_batches, self.geometry().mesh)
         self.optimizer.zero_grad()
         through = self._through_model if self.pipeline is None else self._through_pipeline
@@ -187,7 +190,7 @@ class TorchStrategy:
         With `num_labels`, the sum, divided by it and multiplied with `num_shares`.
         """
         input_ids, labels, positions = self.cut(input_ids, labels)
-        self.num_tokens = labels.numel()
+        self._fed += labels.numel()
         loss = causal_lm_loss(
             self.wrapped, input_ids, labels, num_labels=self.num_labels, **self._given(positions)
         )
@@ -288,6 +291,7 @@ class TorchStrategy:
 
     def effective_contract(self) -> dict[str, Any]:
         mesh, average, cuts = self.geometry().mesh, self.average, self.divided()
+        num_tokens = self._fed // self.num_micro_batches if self._fed else self.num_tokens
         contract = {
             **torch_contract(self.model, self.optimizer, self.config.optimizer),
             **(
@@ -297,7 +301,7 @@ class TorchStrategy:
             ),
             "max_grad_norm": self.config.max_grad_norm,
             "gradient_accumulation_steps": self.num_micro_batches,
-            "loss_is_mean_over": [self.num_tokens * mesh.cp, self.num_micro_batches, mesh.dp]
+            "loss_is_mean_over": [num_tokens * mesh.cp, self.num_micro_batches, mesh.dp]
             if self._divided_by is None
             else [int(self._divided_by)],
             **({"also_called_with": list(self._handed_on)} if self.config.samples.further else {}),

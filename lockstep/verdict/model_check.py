@@ -104,6 +104,11 @@ def _problem(
             strict=True,
         )
     ]
+    # An embedding gives the row of its padding no gradient, whatever the loss depends on.
+    padding = {id(m.weight): m.padding_idx for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    for parameter, part in zip(parameters.values(), direction, strict=True):
+        if padding.get(id(parameter)) is not None:
+            part[padding[id(parameter)]] = 0.0
     slope = sum(float((dw * part).sum()) for dw, part in zip(gradients, direction, strict=True))
     errors = []
     for step in STEPS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.ground.errors import printable
 from lockstep.ground.files import REPORTS, plain, write_result
+from lockstep.ground.words import and_more
 from lockstep.verdict import report_tables as tables
 from lockstep.verdict.distance import relative
 from lockstep.verdict.judgement import Judgement
@@ -140,9 +141,14 @@ def notes(result: Result) -> list[str]:
         label = result.label(name)
         if result.is_no_yardstick(name):
             step, _, first, _ = run.failures[0]
+            why = (
+                "each is what its module gives from the inputs that it had, so rounding errors have grown on the way to it"
+                if result.is_right_by_modules(name)
+                else "the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
+            )
             messages.append(
                 f"{label}: {len(run.failures)} tensors are too far from the reference to measure others by; the first is {first} in step "
-                f"{step}: the model or its optimizer jumps there or magnifies rounding errors, or this run is wrong"
+                f"{step}: {why}"
             )
         if run.conventions:
             row = run.conventions[0]
@@ -151,6 +157,12 @@ def notes(result: Result) -> list[str]:
             messages.append(
                 f"{label}: {len(run.conventions)} intermediate tensors are another convention, because what is made of them is right: they are not "
                 f"the reference's{times}. The first is {row.name} in step {row.step}"
+            )
+        if run.skipped:
+            modules = dict.fromkeys(name.partition("/")[2] for _, name in run.skipped)
+            messages.append(
+                f"{label}: no output of {and_more(list(modules))} was captured, as where one kernel computes several modules: each is judged together "
+                "with the modules that follow it"
             )
         messages += [
             f"{label}: the gradient norm of step {norm.step} {norm.describe()}. A sum in float32 may be off by {norm.float32:.1e}"

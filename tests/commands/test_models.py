@@ -73,6 +73,39 @@ def test_any_optimizer_on_a_module_of_ones_own(tmp_path, optimizer):
     assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "momentum_buffer", "exp_avg")
 
 
+OF_ROWS = """
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class OfRows(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient, is_cut = parameter.grad, isinstance(parameter, DTensor)
+                gradient = gradient.full_tensor() if is_cut else gradient
+                rows = gradient.reshape(len(gradient), -1)
+                mean = self.state[parameter].setdefault("mean", gradient.new_zeros(len(gradient)))
+                mean.lerp_(rows.square().mean(1), 0.1)
+                update = (rows / (mean + 1e-12).sqrt()[:, None]).view_as(gradient)
+                placed = distribute_tensor(update, parameter.device_mesh, parameter.placements) if is_cut else update
+                parameter.add_(placed, alpha=-group["lr"])
+
+
+def of_rows(named, *, learning_rate, weight_decay):
+    return OfRows([parameter for _, parameter in named], {"lr": learning_rate})
+"""
+
+
+def test_an_optimizer_that_keeps_whole_state_of_what_is_cut(tmp_path):
+    (tmp_path / "of_rows.py").write_text(OF_ROWS)
+    arguments = ("--optimizer", f"{tmp_path}/of_rows.py:of_rows", "--model_name", "tiny-llama")
+    found, first = verdicts(tmp_path, "StepsTwice", *arguments)
+    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
+    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "mean")
+
+
 FLAT = """
 import torch
 from torch.nn import functional as F

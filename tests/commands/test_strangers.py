@@ -20,7 +20,11 @@ VARIANTS = [
     "TensorRateAdamW",
     "OwnAdamW",
     "FactorByHand",
-    "StockClippingNoted",
+    "StockClipping",
+    "LogitsSkipped",
+    "InHalves",
+    "CompiledLayers",
+    "FusedActivation",
 ]
 BUGS = [
     "TiedHeadKeepsFirstWeights",
@@ -34,6 +38,8 @@ BUGS = [
     "EveryRankTheSameBatch",
     "InputsRolledOnOneRank",
     "LabelSmoothing",
+    "EmbeddingKeepsItsOwn",
+    "FusedActivationOfOneRank",
 ]
 NEEDS_ACCELERATE = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,

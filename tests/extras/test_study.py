@@ -149,7 +149,10 @@ def test_a_failed_run_loses_no_other_and_finished_ones_are_kept(tmp_path, capsys
     assert run_study.main(arguments) == 2 and "--resume" in capsys.readouterr().err
     assert run_study.main([*arguments, "--resume"]) == 1
     said = capsys.readouterr().out
-    assert said.endswith("FAIL\n") and "broken: DID NOT RUN: rank 0 failed: RuntimeError: it broke" in said
+    assert (
+        said.endswith("FAIL\n")
+        and "broken: DID NOT RUN: rank 0 failed: RuntimeError: it broke, at mine.py:" in said
+    )
     assert {name: (out / "losses" / name).read_bytes() for name in first} == first
     found = {row["run"]: row for row in json.loads((out / "report.json").read_text())["runs"]}
     assert {name: row["outcome"] for name, row in found.items()} == {

@@ -111,6 +111,31 @@ class Hooks(TorchStrategy):
         gradient /= dist.get_world_size(self.group)
 
 
+class EmbeddingKeepsItsOwn(Hooks):
+    """The gradient of the embedding, which is the head's weight, too, is not averaged over dp."""
+
+    def parallelize(self, model, device_mesh):
+        self.embedding = model.get_input_embeddings().weight
+        return super().parallelize(model, device_mesh)
+
+    def reduce(self, parameter):
+        if parameter is not self.embedding:
+            super().reduce(parameter)
+
+
+class FusedActivationOfOneRank(Hooks):
+    """A fused activation, whose module is not called, is off on the second dp rank."""
+
+    def parallelize(self, model, device_mesh):
+        model = super().parallelize(model, device_mesh)
+        for layer in model.model.layers:
+            layer.mlp.forward = functools.partial(self.fused, layer.mlp)
+        return model
+
+    def fused(self, mlp, x):
+        return mlp.down_proj(F.silu((1 + 0.01 * self.dp) * mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
 class Identity(torch.autograd.Function):
     """Megatron's f: identity, and an all-reduce of the gradient."""
 
@@ -923,6 +948,23 @@ CLIP = ("--max_grad_norm", "0.1")
 E = Expected
 Q3 = ("--model_name", "tiny-qwen3")
 BUGS: dict[str, Expected] = {
+    "EmbeddingKeepsItsOwn": E(
+        "pytorch/torchtitan 577",
+        1,
+        "gradient",
+        "gradient/model.embed_tokens.weight",
+        "the gradient is that of a rank's own samples",
+        "anything about the head, or the loss",
+        "one DP rank's contribution",
+    ),
+    "FusedActivationOfOneRank": E(
+        "linkedin/Liger-Kernel, kernels beside modules",
+        1,
+        "forward",
+        "forward/model.layers.0.mlp.down_proj.input",
+        "the activation is wrong",
+        "that a module was not computed",
+    ),
     "TiedHeadKeepsFirstWeights": E(
         "pytorch/pytorch 176076",
         2,

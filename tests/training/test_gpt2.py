@@ -82,6 +82,7 @@ def test_a_planted_bug_is_caught_placed_and_explained(runs):
         recompute.Contributions(Case(result, "unreduced", reference, None), f"transformer.{name}")
         for name in (
             "ln_f.weight",
+            "wte.weight",
             "h.0.ln_1.bias",
             "h.0.attn.c_attn.weight",
             "h.1.attn.c_proj.weight",

@@ -7,7 +7,8 @@ import shutil
 
 import numpy as np
 import pytest
-from edited import edit, flip_byte, overwrite, take_out
+import torch
+from edited import change_tensor, edit, flip_byte, overwrite, take_out
 
 from lockstep import compare
 from lockstep.dumps.dump import Dump
@@ -297,9 +298,7 @@ def test_what_one_dump_lacks_is_a_failure_in_every_order(manifests, capsys, whos
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(
-    dumps, all_copied, capsys, lacking
-):
+def test_what_a_run_lacks_and_what_its_yardstick_lacks(dumps, all_copied, capsys, lacking):
     """Whatever the order of the arguments. A later step has no reference if the parameters before it are not there."""
     folders = {name: all_copied / name for name in ("ddp", "fsdp", "reference")}
     orders = list(itertools.permutations(folders.values()))
@@ -309,10 +308,9 @@ def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(
     assert {verdict(capsys, *order)[0] for order in orders} == {0}  # negative control
     take_out(folders["fsdp"], LACKING[lacking])
     found = [verdict(capsys, *order) for order in orders]
-    assert {status for status, _ in found} == {2 if lacking == "parameters" else 1}
+    assert {status for status, _ in found} == {{"parameters": 2, "a gradient": 1}.get(lacking, 0)}
     if lacking == "one tensor":
-        said = found[0][1].out
-        assert "backward/model.layers.0: was not computed" in said and "- not computed: " in said
+        assert "no output of model.layers.0 was captured, as where one kernel computes" in found[0][1].out
     take_out(folders["fsdp"], LACKING[lacking], steps=())
     for name in ("ddp", "reference", "replay_fsdp"):
         shutil.rmtree(all_copied / "fsdp")
@@ -321,6 +319,23 @@ def test_what_a_run_lacks_is_a_failure_and_what_its_yardstick_lacks_an_error(
             assert {verdict(capsys, *order)[0] for order in orders} == {2}, name
         shutil.rmtree(all_copied / name)
         shutil.copytree(dumps / name, all_copied / name)
+
+
+def test_a_layer_that_is_not_computed(all_copied, capsys):
+    """Where a kernel skips an output, gradients arrive at the weights all the same. Negative control."""
+    own, layer = all_copied / "fsdp", "model.layers.0"
+    take_out(own, lambda name: name == f"forward/{layer}")
+    change_tensor(own, 2, f"forward/{layer}.mlp", lambda tensor: tensor.mul_(1.5))
+    status, said = verdict(capsys, own, all_copied / "ddp", all_copied / "reference")
+    assert status == 1 and f"step 2, forward/{layer}.mlp: " in said.out and "not computed" not in said.out
+    for name in Dump(own).expected(2):
+        if name.startswith(f"gradient/{layer}."):
+            change_tensor(own, 2, name, torch.Tensor.zero_)
+    status, said = verdict(capsys, own, all_copied / "ddp", all_copied / "reference")
+    assert status == 1 and f"- not computed: forward/{layer}: the run has another model" in said.out
+    take_out(own, lambda name: name.startswith("backward/"))
+    status, said = verdict(capsys, own, all_copied / "ddp", all_copied / "reference")
+    assert status == 1 and "step 1, backward/lm_head: was not computed" in said.out
 
 
 def test_the_same_tensors_taken_out_of_all_dumps(manifests, capsys):

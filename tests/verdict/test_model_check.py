@@ -56,6 +56,7 @@ VARIANTS = {
             "original_max_position_embeddings": 16,
         },
     },
+    "padding among the tokens": {**LLAMA, "vocab_size": 8, "pad_token_id": 5},
     "yarn": {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
 }
 
@@ -112,7 +113,10 @@ BAD_CODE = {
         lambda _, hidden: hidden + 1e-6 * torch.randn_like(hidden),
         "it draws random numbers or keeps a state",
     ),
-    "an error of its own": (lambda *_: 1 / 0, "no model of this architecture can be run"),
+    "an error of its own": (
+        lambda *_: 1 / 0,
+        "no model of this architecture can be run on sequences of 3, 5, 7 tokens",
+    ),
 }
 
 

@@ -383,6 +383,16 @@ def test_a_yardstick_that_is_too_far(of_fsdp, differs, verdict):
     just = findings("ddp", [yardstick(3e-5)], differ=())
     near = result(just, findings("fsdp", [row(9e-6, ddp=3e-5)]), has_reference=True)
     assert just.rows[0].too_far and near.verdict("ddp") == "NOT JUDGED"
+    # Modules by themselves tell grown rounding errors from a bug
+    for by_modules, verdict_by_modules in (
+        (yardstick(1e-7), "PASS"),
+        (yardstick(1e-4), "NOT JUDGED"),
+        (row(1e-9, ddp=1e-9, norm=1e-9), "NOT JUDGED"),
+    ):
+        judged = findings("ddp", [yardstick(1e-4)], differ=())
+        judged.alone = ModuleResults(dump="0" * 64, rows=[by_modules], choices=[])
+        both = result(judged, findings("fsdp", [row(2e-4, ddp=1e-4)]), has_reference=True)
+        assert both.verdict("ddp") == verdict_by_modules
     # nothing tells a jump from a bug
     assert result(ddp, has_reference=True).verdict("ddp") == "FAIL"
 
