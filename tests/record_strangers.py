@@ -2800,3 +2800,93 @@ class FromZero(Heads):
     def forward(self, values):
         found = super().forward(values)
         return found, self.zero.requires_grad_() + found[0].square().mean()
+
+
+class Summing(nn.Module):
+    """Returns the sum over its tokens; a label of -1 counts for none."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.tokens(ids))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
+
+
+class SumOfTheModel(Own):
+    """As nanochat's `loss_reduction="sum"`: the loop divides by the tokens of the global batch."""
+
+    made = Summing
+
+    def sample(self, generator):
+        ids, labels = classes(generator, 7, (4, 6)), classes(generator, 7, (4, 6))
+        labels[:, : 1 + 2 * self.rank] = -1
+        return ids, labels
+
+    def tokens(self, window):
+        count = torch.tensor(sum(int((labels != -1).sum()) for _, labels in window))
+        dist.all_reduce(count)
+        return int(count)
+
+    def loss(self, given, tokens):
+        return self.wrapped(*given) * self.world / tokens
+
+
+class SumAsItIs(SumOfTheModel):
+    """What one process trains on that steps by the sum."""
+
+    def loss(self, given, tokens):
+        return self.wrapped(*given) * self.world
+
+
+class SumAveraged(SumOfTheModel):
+    def loss(self, given, tokens):
+        return self.wrapped(*given)
+
+
+class SumOfTheModelHalved(SumOfTheModel):
+    def loss(self, given, tokens):
+        return self.wrapped(*given) / tokens
+
+
+class GivesATable(nn.Module):
+    """Gives its blocks a table in float32, as of rotary embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([TakesATable(), TakesATable()])
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, table=self.table)
+        return self.head(x)
+
+
+class TakesATable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x, *, table):
+        return x + torch.tanh(self.inside(x + table))
+
+
+class CastsForBlocks(ReducedInBfloat16):
+    """FSDP2 casts what each block is called with, not only what the model is."""
+
+    made = GivesATable
+
+    def wrap(self, net):
+        for block in net.blocks:
+            fully_shard(block, mp_policy=self.policy)
+        return super().wrap(net)
+
+
+class CastsForBlocksScaled(CastsForBlocks):
+    def reduce(self):
+        for one in self.net.blocks[1].parameters():
+            one.grad *= 1.5

@@ -213,7 +213,8 @@ def rounded(case: Case) -> Cause | None:
     kind = case.first.partition("/")[0]
     names = [case.first] if kind == "forward" else [row.name for row in case.wrong(kind)]
     is_float32 = case.options["precision"] in (("fp32", "autocast") if kind == "parameter" else ("fp32",))
-    is_float32 &= all(case.entry["tensors"][name]["dtype"] == "F32" for name in names)
+    if kind == "forward":
+        is_float32 &= case.entry["tensors"][case.first]["dtype"] == "F32"
     if not is_float32 or not evidence.are_rounded_to_bfloat16((case.own(n), case.right(n)) for n in names):
         return None
     what = describe(_name(case)) if kind == "forward" else f"{len(names)} {kind}s"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case
 
 BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
@@ -122,7 +123,7 @@ class Contributions:
         needed = [f"backward/{module}"]
         shape = case.dump.layout.parameters[self.parameter]
         if self._is_embedding:
-            needed += ["batch/input_ids"]
+            needed += ["batch/input_ids", f"forward/{module}"]
             needed += [case.names.logits_gradient, f"forward/{case.source(case.names.head)}"] * self._is_tied
         elif self.what == "bias" or len(shape) == 1:
             needed += [f"forward/{module}"]
@@ -132,11 +133,21 @@ class Contributions:
             return False
         are_right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
         num_parts = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
+        if self._is_embedding and are_right and not self._is_looked_up:
+            return False
         return are_right and 4 * self.samples <= shape[-1] // num_parts
 
     @property
     def _is_embedding(self) -> bool:
         return self.parameter == self.case.names.embedding_weight
+
+    @property
+    def _is_looked_up(self) -> bool:
+        """Whether the embedding gives rows of its weight as they are, and does not scale them."""
+        case = self.case
+        rows = case.before(self.parameter)[case.own("batch/input_ids").long()]
+        # The rows may have been rounded to bfloat16.
+        return evidence.relative_error(case.own(f"forward/{self.module}"), rows) <= 2.0**-7
 
     @property
     def _is_tied(self) -> bool:

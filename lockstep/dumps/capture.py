@@ -120,7 +120,9 @@ class Capture:
         )
         self.manifest: dict[str, Any] = {"run": about, "layout": self.layout.model_dump(), "steps": {}}
         self.writers: dict[str, bool] = {}
-        self.cut = set[str]()  # parameters of which the ranks of a stage hold different shards
+        self.cut = set[
+            str
+        ]()  # parameters of which this rank has a shard, and others of its stage have the rest
         self.unfinished: list[Path] = []
 
     def begin(self, strategy: Captured, step: int, fed: Sequence[tuple[torch.Tensor, ...]] = ()) -> None:
@@ -372,15 +374,17 @@ class Capture:
     def _parameter_writers(self) -> dict[str, bool]:
         """Return parameter -> whether this rank writes its shard. Ranks that hold the same shard take turns. Collective."""
         own_places: dict[str, list] = {}
-        for name, local, _, start in self.strategy.held("parameter"):
+        wholes = set()
+        for name, local, full, start in self.strategy.held("parameter"):
             own_places.setdefault(name, []).append((start, tuple(local.shape)))
+            wholes |= {name} if tuple(local.shape) == tuple(full) else set()
         by_rank = gather_objects((self.here.pp, own_places))
         of_stage = {rank: places for rank, (stage, places) in enumerate(by_rank) if stage == self.here.pp}
         writes = {}
         for number, name in enumerate(own_places):
             holders = [rank for rank, places in of_stage.items() if places[name] == own_places[name]]
             writes[name] = holders[number % len(holders)] == self.rank
-            if len(holders) < len(of_stage):
+            if len(holders) < len(of_stage) and name not in wholes:  # else one rank has all of it
                 self.cut.add(name)
         return writes
 

@@ -47,7 +47,9 @@ def judge(
         factors |= {name: factors[name] * clip.factor for name in names}
     active = [clip for clip in clips if clip.factor < 1]
     if len(active) == 1:
-        verdict.clipped = f", clipped from a norm of {active[0].norm:.5g} to {active[0].max_norm:.5g}"
+        number = sum(map(active[0].has, whole))
+        part = f"{number} of {len(whole)} parameters " if number < len(whole) else ""
+        verdict.clipped = f", {part}clipped from a norm of {active[0].norm:.5g} to {active[0].max_norm:.5g}"
     elif active:
         verdict.clipped = f", clipped in {len(active)} of {len(clips)} parts by the norm of each"
     return wrong

@@ -35,6 +35,7 @@ class ForcedPass:
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
+        self.of_loss = 0.0  # the machine epsilon of the coarsest dtype that a loss has
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
 
@@ -51,7 +52,8 @@ class ForcedPass:
         `own` are the recorded tensors of modules, `told` the choices among them. `free_reference` and `free_yardstick` are the
         results of free passes.
         """
-        rank = micro_batch.ranks[0]
+        rank, dtype = micro_batch.ranks[0], micro_batch.record.loss_dtype
+        self.of_loss = max(self.of_loss, _eps(dtype_of(dtype)) if dtype else 0.0)
         of_rank = {
             name: [(rank, tensor)]
             for name, tensors in own.items()
@@ -166,7 +168,7 @@ class ForcedPass:
 
         They are measured where gradients are rounded least: some may be in float32, as of a last layer.
         """
-        least, most = (extreme(map(_eps, dtypes.values())) for extreme in (min, max))
+        least, most = min(map(_eps, dtypes.values())), max(self.of_loss, *map(_eps, dtypes.values()))
         if most <= _eps(torch.float32):
             return weights
         finest = Lazy((name for name in observed if _eps(dtypes[name]) == least), lambda name: observed[name])

@@ -20,6 +20,7 @@ from lockstep.verdict.normalisation import (
     MICRO_MEAN,
     PIECE_MEAN,
     RANK_MEAN,
+    SUM,
     TOKEN_MEAN,
     Fit,
     Named,
@@ -91,8 +92,11 @@ class LossWeights:
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
         causes = Causes(self.rank_checks, self.reference_results, tokens, self.elsewhere)
-        self.known = [candidate.weights * divisors for candidate in candidates]
         measured = loss_weights / divisors
+        if expect is None and self._is_sum(measured):
+            label = "the sum over all tokens of the global batch"
+            candidates = [Weighting(SUM, label, torch.ones_like(divisors))]
+        self.known = [candidate.weights * divisors for candidate in candidates]
         named = normalisation.nearest(measured, tokens, candidates)
         named = verdict.named = self._of_samples(measured, named) or named
         known = named.weighting.weights * divisors
@@ -283,7 +287,7 @@ class LossWeights:
             self.verdict.leave("which labels the loss has was not seen")
         elif has_own_loss:
             self.verdict.notes.append(
-                "the model's own loss is not what was trained: the gradient is judged from the recorded one at the logits on, the loss is not"
+                "the loop makes its own loss: the gradient is judged from the recorded one at what the model returns on, the loss is not"
             )
             self.verdict.leave("the loss itself is not judged")
             ones = torch.ones(len(self.micro), dtype=torch.float64)
@@ -308,6 +312,14 @@ class LossWeights:
         self.verdict.tokens = sum(tokens)
         numbers = [micro_batch.number for micro_batch in self.micro] if self.verdict.pieces > 1 else None
         return tokens, self._divisors(), normalisation.known(tokens, self.shares, numbers)
+
+    def _is_sum(self, measured: torch.Tensor) -> bool:
+        """Whether the model returns sums over tokens, and each token counts once in the gradient: so it is where one process trains on them."""
+        are_sums = all(called.record.loss is not None for called in self.micro) and bool(
+            (self.divisors == 1).all()
+        )
+        is_once = float((measured - 1).abs().max()) <= self.verdict.tolerated_weights
+        return are_sums and is_once and self.verdict.tokens > len(self.micro)
 
     def _divisors(self) -> torch.Tensor:
         return torch.tensor([result.mean.divisor for result in self.reference_results], dtype=torch.float64)

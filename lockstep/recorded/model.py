@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_unflatten, treespec_loads
+from torch.utils._pytree import tree_map, tree_unflatten, treespec_loads
 
 from lockstep.dumps.trace import storage
 from lockstep.ground.errors import UserError
@@ -117,6 +117,10 @@ class Model(Passes):
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.arrive, name))
+        for name, dtype in recording.steps[step - 1][0].micro_batches[0].casts.items() if not exact else ():
+            self.model.get_submodule(name).register_forward_pre_hook(
+                functools.partial(_cast, dtype_of(dtype)), with_kwargs=True
+            )
         # Integer outputs of modules, as they were returned
         self.indices: dict[str, torch.Tensor] = {}
         self.mode = Told()
@@ -295,9 +299,6 @@ class Model(Passes):
             )
         tensors = self._widened(micro_batch.tensors)
         tensors |= {name: in_order(tensors[name], order) for name, order in micro_batch.record.orders.items()}
-        if micro_batch.record.param_dtype and micro_batch.record.casts_inputs and not self.exact:
-            dtype = dtype_of(micro_batch.record.param_dtype)
-            tensors |= {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
         plain = building.values_of(self.recording.tree, self.model, micro_batch.record.plain, tensors)
         values = {**plain, **tensors}
         structure = treespec_loads(micro_batch.record.structure)
@@ -376,6 +377,13 @@ class Model(Passes):
         if self.exact or not origin.device.startswith("cuda"):
             return contextlib.nullcontext()
         return gpu_arithmetic.as_on_a_gpu(self.in_tf32, origin.versions["torch"])
+
+
+def _cast(dtype: torch.dtype, _module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Cast what a module is called with, as FSDP2 does."""
+    return tree_map(
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+    )
 
 
 def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:

@@ -395,7 +395,13 @@ def _judge_rates(verdict: RunVerdict, steps: list[RunStep], world: int) -> None:
     # If the rate was never another, no update changes a weight, which the steps say.
     zeros = next((number for number, rate in enumerate(reversed(rates)) if rate != 0), 0)
     several = [(by, times) for (by, times), count in stepped.items() if times > 1 and 2 * count > len(steps)]
+    numbers = [len(step.samples) for step in steps]
+    each_time = [by for by, _ in stepped if numbers == [step.scheduled.get(by, 0) for step in steps]]
     message = ""
+    if each_time and not several and max(numbers) > 1 and each_time[0] != "accelerate":
+        verdict.wrong.append(
+            f"the schedule of the learning rate is stepped at each micro batch, {min(numbers)} to {max(numbers)} times in a step"
+        )
     if several:
         by, times = several[0]
         known = {"the number of processes": world, "the number of micro batches": len(steps[0].samples)}

@@ -72,8 +72,10 @@ class JoinedMicroBatch:
     def join_chunks(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         """Join chunks along the dim of tokens, such as those of logits: (rows, tokens of the chunk, classes).
 
-        One tensor is returned as it is. Tensors that are no chunks, such as those of several heads, give None.
+        One tensor is returned as it is. Tensors that are no chunks, such as those of several heads, give None. Scalars beside them, such as a
+        router's loss, do not count.
         """
+        tensors = [tensor for tensor in tensors if tensor.ndim]
         if len(tensors) < 2:
             return next(iter(tensors), None)
         if tensors[0].ndim != 3 or len({chunk.shape[::2] for chunk in tensors}) > 1:

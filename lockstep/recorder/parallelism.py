@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lockstep.ground.errors import UserError
-from lockstep.recorder.wrapped import fsdp_groups
+from lockstep.recorder.wrapped import clean, fsdp_groups
 
 PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
 
@@ -53,9 +53,18 @@ def dtypes_of(model: torch.nn.Module) -> dict[str, str]:
     return {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
 
 
-def casts_inputs(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 casts the model's inputs to the dtype of its parameters."""
-    return isinstance(model, FSDPModule) and model._get_fsdp_state()._mp_policy.cast_forward_inputs
+def casts(model: torch.nn.Module) -> dict[str, str]:
+    """Return module -> the dtype that FSDP2 casts what the module is called with to; "" is the model itself."""
+    policies = {
+        clean(name): module._get_fsdp_state()._mp_policy
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    return {
+        name: str(policy.param_dtype)
+        for name, policy in policies.items()
+        if policy.cast_forward_inputs and policy.param_dtype is not None
+    }
 
 
 def tf32() -> list[str]:

@@ -53,7 +53,9 @@ class MicroBatchRecord(Strict):
     dropouts: int = 0  # calls of dropout that left elements out which a CPU would not
     param_dtype: Name | None = None  # which FSDP2 computes in
     reduce_dtype: Name | None = None  # which FSDP2 reduces gradients in
-    casts_inputs: bool = False  # whether FSDP2 casts what the model is called with to param_dtype
+    casts: dict[
+        str, Name
+    ] = {}  # module, "" the model itself -> the dtype that FSDP2 casts what it is called with to
     used: bool  # whether a gradient arrived at what the model returned
     # The module whose output the loss uses, though the model does not return it; "": a tensor of no module
     around: str | None = None

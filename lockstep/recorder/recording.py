@@ -47,7 +47,7 @@ class Recording:
         path = folder / "model.json"
         if not path.is_file():
             raise UserError(
-                f"{folder} holds no recording (there is no {path.name}); record a run into it first, "
+                f"{folder} holds no recording (there is no {path.name}): its script may have ended with an error; record a run "
                 "whose weights an optimizer of torch updates, or one that is derived from torch.optim.Optimizer"
             )
         content = read_json(path)

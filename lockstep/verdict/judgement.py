@@ -157,7 +157,7 @@ def add_pictures(
 ) -> None:
     """Draw pictures for rows of one pass: those that are too far, and those that are nearest to that.
 
-    `size_of` returns the number of elements, and `pair_of` the run's tensor and the reference's. It is not called for tensors that
+    `entries` has the shapes, and `pair_of` returns the run's tensor and the reference's. It is not called for tensors that
     are too large.
     """
     far = [row for row in rows if row.too_far][:MOST]

@@ -138,9 +138,9 @@ def mean_of(
     if loss is not None:
         divisor = 1.0 if number else divisor_of(micro_batch)
         mean.tokens = int(number)
-        pair = None if logits is None else targets_of(micro_batch, loss, logits, divisor)
-        if pair is not None:
-            mean.targets, mean.labels = pair
+        found = None if logits is None else targets_of(micro_batch, loss, logits, divisor)
+        if found is not None:
+            mean.targets, mean.labels, divisor = found
             mean.tokens = int((mean.targets != -1).sum())
         mean.divisor = divisor or mean.tokens
     else:
@@ -184,9 +184,10 @@ def mean_of_calls(micro_batch: JoinedMicroBatch, loss: float, calls: list[Entrop
     total = sum(
         float(torch.nn.functional.cross_entropy(*call, ignore_index=-1, reduction="sum")) for call in calls
     )
-    if not math.isclose(total / (divisor or tokens), loss, rel_tol=SAME):
+    divided_by = _divided_by(total, loss, divisor or tokens)
+    if not divided_by:
         return mean
-    mean.tokens, mean.divisor = tokens, divisor or tokens
+    mean.tokens, mean.divisor = tokens, divided_by
     mean.targets, mean.labels, _ = in_rows(micro_batch, calls)
     return mean
 
@@ -248,10 +249,10 @@ def divisor_of(micro_batch: JoinedMicroBatch) -> float:
 
 def targets_of(
     micro_batch: JoinedMicroBatch, loss: float, logits: torch.Tensor, divisor: float
-) -> tuple[torch.Tensor, str] | None:
-    """Return which token each position must give, -1 where none; and the name of the input that has the labels.
+) -> tuple[torch.Tensor, str, float] | None:
+    """Return which token each position must give, -1 where none; the name of the input that has the labels; what the sum is divided by.
 
-    None if the loss of a micro batch is no mean of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
+    None if the loss of a micro batch is no mean or sum of a cross-entropy. `divisor` is what the model was told to divide by, 0 if nothing. The
     loss itself shows which input has the labels, whether the model shifts them, and which label counts for no token.
     """
     if logits.ndim < 2:
@@ -262,9 +263,15 @@ def targets_of(
         if not tokens or int(targets.min()) < -1 or int(targets.max()) >= rows.shape[-1]:
             continue  # no labels, such as the times of a diffusion
         total = torch.nn.functional.cross_entropy(rows, targets.flatten(), ignore_index=-1, reduction="sum")
-        if math.isclose(float(total) / (divisor or tokens), loss, rel_tol=SAME):
-            return targets, name
+        divided_by = _divided_by(float(total), loss, divisor or tokens)
+        if divided_by:
+            return targets, name, divided_by
     return None
+
+
+def _divided_by(total: float, loss: float, divisor: float) -> float:
+    """Return what a sum over tokens is divided by in the loss: `divisor`, or 1 where the loss is the sum itself; 0 if neither."""
+    return next((by for by in (divisor, 1.0) if math.isclose(total / by, loss, rel_tol=SAME)), 0.0)
 
 
 def _candidates(micro_batch: JoinedMicroBatch, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor]]:

@@ -217,6 +217,7 @@ class Weighting:
 
 
 TOKEN_MEAN, RANK_MEAN, MICRO_MEAN, PIECE_MEAN = "token-mean", "rank-mean", "micro-mean", "piece-mean"
+SUM = "sum"
 LABELS = {
     TOKEN_MEAN: "the mean over all tokens of the global batch",
     RANK_MEAN: "the mean of the ranks' token means",

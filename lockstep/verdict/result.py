@@ -115,10 +115,14 @@ class Findings:
         """Whether the batch, the logits, the losses, all gradients of parameters and their norm are right in a step."""
         ends = {name: row for name, row in rows.items() if self._is_end(row)}
         norm = self.norm_of(step)
-        return self.dump.layout.names.logits in ends and not (
+        logits, lacking = (
+            self.dump.layout.names.logits,
+            [pair for pair in self.dump.missing if pair not in self.skipped],
+        )
+        return (logits in ends or (step, logits) in self.skipped) and not (
             any(row.too_far for row in ends.values())
             or any(other == step and name in ends for other, name, _ in self.differing)
-            or any(other == step for other, _ in self.dump.missing)
+            or any(other == step for other, _ in lacking)
             or (norm is not None and norm.off)
             or any(loss.problem(self.name, self.baseline) for loss in self.losses if loss.step == step)
         )

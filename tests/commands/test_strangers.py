@@ -22,6 +22,8 @@ VARIANTS = [
     "FactorByHand",
     "StockClipping",
     "LogitsSkipped",
+    "LogitsSkippedAndScaled",
+    "OwnedByTurns",
     "InHalves",
     "CompiledLayers",
     "FusedActivation",

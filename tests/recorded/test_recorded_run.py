@@ -93,6 +93,20 @@ def test_samples_and_schedules(recordings, said):
     assert (said in wrong[0]) if said else wrong == []
 
 
+@pytest.mark.parametrize("windows, is_wrong", [((2, 2, 1), True), ((2, 2, 2), True), ((1, 1, 1), False)])
+def test_a_schedule_that_is_stepped_at_each_micro_batch(windows, is_wrong):
+    made = Made(epochs(1)[:3])
+    for number, micro in enumerate(windows):
+        for rank, steps in enumerate(made.runs):
+            samples = [[100 * number + 10 * at + rank] for at in range(micro)]
+            steps[number] = steps[number].model_copy(
+                update={"samples": samples, "scheduled": {"train": micro}}
+            )
+    assert [("in a step" in said, "stepped" in said) for said in judged(made).wrong] == is_wrong * [
+        (True, True)
+    ]
+
+
 def test_ranks_that_share_samples_are_named():
     one = [[first, [*second]] for first, second in epochs(2)]
     crossed = [[step[0], one[(number + 1) % len(one)][0]] for number, step in enumerate(one)]

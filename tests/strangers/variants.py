@@ -114,6 +114,27 @@ class LogitsSkipped(Hooks):
         )
 
 
+class LogitsSkippedAndScaled(LogitsSkipped):
+    """The same under a loss scale that is taken off the gradients again."""
+
+    def loss(self, input_ids, labels):
+        return super().loss(input_ids, labels) * 4096
+
+    def forward_backward(self, micro_batches):
+        mean = super().forward_backward(micro_batches)
+        for parameter in self.parameters:
+            parameter.grad.div_(4096)
+        return mean / 4096
+
+
+class OwnedByTurns(Hooks):
+    """Each rank names all tensors, and holds every other one of them whole."""
+
+    def held(self, kind):
+        for number, (name, local, full, start) in enumerate(super().held(kind)):
+            yield name, local if number % 2 == self.dp else local[:0], full, start
+
+
 class InHalves(Hooks):
     """The loss of a micro batch is the mean of those of its two halves, each by the base's `loss`."""
 
@@ -803,6 +824,8 @@ VARIANTS: dict[str, Variant] = {
     "LogSoftmaxGather": V(),
     "TokensCountedOverRanks": V(),
     "LogitsSkipped": V(),
+    "LogitsSkippedAndScaled": V(),
+    "OwnedByTurns": V(),
     "InHalves": V(),
     "DividedAfterSum": V(THREE),
     "LossScale": V(THREE),

@@ -325,7 +325,8 @@ def test_a_layer_that_is_not_computed(all_copied, capsys):
     """Where a kernel skips an output, gradients arrive at the weights all the same. Negative control."""
     own, layer = all_copied / "fsdp", "model.layers.0"
     take_out(own, lambda name: name == f"forward/{layer}")
-    change_tensor(own, 2, f"forward/{layer}.mlp", lambda tensor: tensor.mul_(1.5))
+    for name in (f"forward/{layer}.mlp", "gradient/model.norm.weight"):
+        change_tensor(own, 2, name, lambda tensor: tensor.mul_(1.5))
     status, said = verdict(capsys, own, all_copied / "ddp", all_copied / "reference")
     assert status == 1 and f"step 2, forward/{layer}.mlp: " in said.out and "not computed" not in said.out
     for name in Dump(own).expected(2):
