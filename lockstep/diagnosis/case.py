@@ -61,8 +61,7 @@ class Case:
         }
         self.entry = self.dump.steps[self.step]
         self.rows, self.norm = self.found.rows_of(self.step), self.found.norm_of(self.step)
-        lacking = [pair for pair in self.dump.missing if pair not in self.found.skipped]
-        self.not_computed = [name for step, name in lacking if step == self.step]
+        self.not_computed = [name for step, name in self.found.not_computed if step == self.step]
         self._reference_of_step = replay if replay is not None and self.step in replay.steps else reference
 
     def first_of_later_steps(self) -> list[Failure]:

@@ -377,7 +377,8 @@ class Capture:
         wholes = set()
         for name, local, full, start in self.strategy.held("parameter"):
             own_places.setdefault(name, []).append((start, tuple(local.shape)))
-            wholes |= {name} if tuple(local.shape) == tuple(full) else set()
+            if tuple(local.shape) == tuple(full):
+                wholes.add(name)
         by_rank = gather_objects((self.here.pp, own_places))
         of_stage = {rank: places for rank, (stage, places) in enumerate(by_rank) if stage == self.here.pp}
         writes = {}
@@ -398,7 +399,7 @@ class Capture:
         for rank, (_, slots) in enumerate(by_rank):
             first = first_ranks[self.mesh.coordinates(rank).pp]
             if slots != by_rank[first][1]:
-                raise ValueError(_unlike({first: by_rank[first][1], rank: slots}))
+                raise ValueError(_unlike(first, by_rank[first][1], rank, slots))
         for stage, path in enumerate(self.unfinished[1:], 1):
             self.writer.append(path, by_rank[first_ranks[stage]][1])
         for name in self.layout.of_step(self.kinds, self.rows, self.seq_length, self.inputs[2:]):
@@ -443,17 +444,16 @@ class Capture:
         return dims
 
 
-def _unlike(slots_by_rank: dict[int, dict[str, tuple]]) -> str:
-    """Return how the tensors of two ranks differ, in words. `slots_by_rank` has (shape, dtype, offset) of each."""
-    (first, ours), (other, theirs) = slots_by_rank.items()
+def _unlike(first: int, ours: dict[str, tuple], rank: int, theirs: dict[str, tuple]) -> str:
+    """Return how the tensors of two ranks differ, in words. `ours` of rank `first` and `theirs` have (shape, dtype, offset) of each."""
     for name in {**ours, **theirs}:
-        for rank, slots in slots_by_rank.items():
-            if name not in slots:
-                return f"rank {rank} has no {name}, and rank {first + other - rank} has: each rank names all tensors, those that it has no part of with an empty block"
-        if ours[name][:2] != theirs[name][:2]:
-            (shape, dtype, _), (other_shape, other_dtype, _) = ours[name], theirs[name]
-            return f"{name} is {list(shape)} {dtype} on rank {first}, and {list(other_shape)} {other_dtype} on rank {other}"
-    return f"rank {other} has the tensors in another order than rank {first}"
+        if name not in ours or name not in theirs:
+            lacks, has = (rank, first) if name in ours else (first, rank)
+            return f"rank {lacks} has no {name}, and rank {has} has: each rank names all tensors, those that it has no part of with an empty block"
+        (shape, dtype, _), (other_shape, other_dtype, _) = ours[name], theirs[name]
+        if (shape, dtype) != (other_shape, other_dtype):
+            return f"{name} is {list(shape)} {dtype} on rank {first}, and {list(other_shape)} {other_dtype} on rank {rank}"
+    return f"rank {rank} has the tensors in another order than rank {first}"
 
 
 def _untraced(see: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:

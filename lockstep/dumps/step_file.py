@@ -220,15 +220,12 @@ def merge(
     ]
     places = {(start, shape) for start, shape, _ in written}
     covered = sum(math.prod(shape) for _, shape in places)
-    if len(places) != len(written) or covered != math.prod(full_shape):
+    if len(places) != len(written):
         raise ValueError(
-            f"{name}: "
-            + (
-                f"the ranks hold {covered} of its {math.prod(full_shape)} elements"
-                if len(places) == len(written)
-                else f"{len(written)} ranks write it, and {len(places)} would do: its parts overlap"
-            )
+            f"{name}: {len(written)} ranks write it, and {len(places)} would do: its parts overlap"
         )
+    if covered != math.prod(full_shape):
+        raise ValueError(f"{name}: the ranks hold {covered} of its {math.prod(full_shape)} elements")
     pairs = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
     digests = {(part.start, part.shape): part.sha256 for _, part in pairs if part.checksum is not None}
     odd = {rank for rank, part in pairs if part.sha256 != digests.get((part.start, part.shape), part.sha256)}

@@ -126,7 +126,7 @@ class ForcedPass:
                 f"no output of {and_more(list(self.unseen))} was recorded: each is judged together with the modules that follow it"
             )
         if weights is None:
-            return self.modules.with_factors([], self.factors)
+            return self.modules.with_factors([])
         dtypes = self._reduce_dtypes(observed)
         if by_hand:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
@@ -144,7 +144,7 @@ class ForcedPass:
             dtypes=dtypes,
             zeros=zeros,
         )
-        return self.modules.with_factors(rows, self.factors)
+        return self.modules.with_factors(rows)
 
     def _reduce_dtypes(self, observed: Gradients) -> dict[str, torch.dtype]:
         """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""

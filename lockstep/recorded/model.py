@@ -44,7 +44,12 @@ class GradientsOnDisk:
     """
 
     def __init__(self, folder: Path):
-        self.kept, self.are_finite = OnDisk(folder), True
+        self.folder = folder
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a micro batch."""
+        self.kept, self.are_finite = OnDisk(self.folder), True
 
     def arrive(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -58,8 +63,8 @@ class GradientsOnDisk:
         self.are_finite &= bool(gradient.isfinite().all())
 
     def take(self) -> OnDisk:
-        """Return the gradients that have arrived since they were taken last."""
-        taken, self.kept = self.kept, OnDisk(self.kept.folder)
+        """Return the gradients that have arrived since `begin`, or since they were taken last."""
+        taken, self.kept = self.kept, OnDisk(self.folder)
         taken.close()
         return taken
 

@@ -61,8 +61,7 @@ class ModelPass(Model):
             raise UserError(
                 "--loss: TRL replaced the forward method of the model, and what it returns rounds otherwise; judge without --loss, from what arrives there on"
             )
-        self.gradients.take()
-        self.gradients.are_finite = True
+        self.gradients.begin()
         of_means = LOG_PROBS in micro_batch.output_gradients and self._trains_on_means
         try:
             mode = self._mode(micro_batch, told or {})

@@ -190,7 +190,7 @@ def _judge_step(
         factors=factors,
         zeros=_zeros(reference, step, trained, precision),
     )
-    return modules.with_factors(gradients, factors), modules.chosen
+    return modules.with_factors(gradients), modules.chosen
 
 
 def _zeros(reference: Dump, step: int, trained: list[str], precision: str) -> set[str]:

@@ -127,14 +127,15 @@ class Modules:
         whose = f"ranks {', '.join(map(str, shards))}" if rank in shards else f"{self.whose} {rank}"
         return f"micro batch {number}, {whose}"
 
-    def with_factors(self, gradients: list[Judgement], factors: Factors) -> list[Judgement]:
+    def with_factors(self, gradients: list[Judgement]) -> list[Judgement]:
         """Return the rows, and then those of the parameters' gradients, with their factors.
 
         A module with factors in several micro batches gets the one that is farthest beyond what is tolerated, and all ranks that
         have one.
         """
+        assert self.factors is not None
         rows = {**self.rows, **{row.name: row for row in gradients}}
-        for factor in sorted(factors.beyond(), key=lambda factor: factor.multiple):
+        for factor in sorted(self.factors.beyond(), key=lambda factor: factor.multiple):
             kind, *_, module = factor.name.split("/", 1 if factor.rank is None else 2)
             row = rows[f"{kind}/{module}"]
             row.factor = factor  # that of the last is the farthest

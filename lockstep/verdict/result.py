@@ -115,14 +115,11 @@ class Findings:
         """Whether the batch, the logits, the losses, all gradients of parameters and their norm are right in a step."""
         ends = {name: row for name, row in rows.items() if self._is_end(row)}
         norm = self.norm_of(step)
-        logits, lacking = (
-            self.dump.layout.names.logits,
-            [pair for pair in self.dump.missing if pair not in self.skipped],
-        )
+        logits = self.dump.layout.names.logits
         return (logits in ends or (step, logits) in self.skipped) and not (
             any(row.too_far for row in ends.values())
             or any(other == step and name in ends for other, name, _ in self.differing)
-            or any(other == step for other, _ in lacking)
+            or any(other == step for other, _ in self.not_computed)
             or (norm is not None and norm.off)
             or any(loss.problem(self.name, self.baseline) for loss in self.losses if loss.step == step)
         )
@@ -185,6 +182,11 @@ class Findings:
             if name.startswith(("forward/", "backward/")) and (step, name.partition("/")[0]) in kinds
             if self._uses(step, name.partition("/")[2])
         ]
+
+    @functools.cached_property
+    def not_computed(self) -> list[tuple[int, str]]:
+        """(step, tensor) of each other tensor that the run lacks."""
+        return [lacking for lacking in self.dump.missing if lacking not in self.skipped]
 
     def _uses(self, step: int, module: str) -> bool:
         """Whether gradients arrive at the weights of a module, or of the nearest one around it that has weights."""
@@ -264,9 +266,7 @@ class Findings:
             if (step, name) not in self.excused:
                 holders = ", ".join(f"rank {rank}" for rank in ranks)
                 wrong.append((step, name, f"is not the same on all ranks that hold it: {holders} differs"))
-        wrong += [
-            (*lacking, "was not computed") for lacking in self.dump.missing if lacking not in self.skipped
-        ]
+        wrong += [(step, name, "was not computed") for step, name in self.not_computed]
         wrong += [
             (choice.step, f"forward/{choice.name}", choice.describe())
             for choice in self.choices

@@ -108,9 +108,10 @@ class StepVerdict:
     ) -> list[Judgement]:
         """Judge the recorded tensors of one pass, by the rule that strategies are judged by. Return a row for each tensor of `reference`.
 
-        `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `kind` is what names of rows begin with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were
-        rounded to another one before. `zeros` are names of rows that are zero in exact arithmetic. `factors` is given if modules were
-        computed by themselves. It is given the tensors, too, and their `rank`.
+        `reference` has the reference's tensors, and `yardstick` the same computed in the run's dtypes. `kind` is what names of rows begin
+        with where the tensors are parameters'. `dtypes` has the dtypes of tensors that were rounded to another one before. `zeros` are
+        names of rows that are zero in exact arithmetic. `factors` is given if modules were computed by themselves. It is given the
+        tensors, too, and their `rank`.
         """
         distances: dict[str, Distance] = {}
         yardstick_distances: dict[str, Distance] = {}

@@ -11,7 +11,7 @@ from programs import in_process
 from ranks import CAPTURED, run_ranks
 from safetensors import safe_open
 
-from lockstep.dumps import step_file
+from lockstep.dumps import capture, step_file
 from lockstep.dumps.dump import Dump
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import require_new_folder
@@ -104,6 +104,25 @@ def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
     done = in_process("lockstep/reference.py", *small_dumps.FLAGS, *folders)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "parameter/model.norm.weight is damaged" in done.stderr and not (tmp_path / "replay_ddp").exists()
+
+
+@pytest.mark.parametrize(
+    "theirs, said",
+    [
+        ({"a": ((2,), torch.float32, 0)}, "rank 3 has no b, and rank 0 has: each rank names all tensors"),
+        (
+            {"b": ((4,), torch.bfloat16, 8), "a": ((2,), torch.float32, 0)},
+            "b is [4] torch.float32 on rank 0, and [4]",
+        ),
+        (
+            {"b": ((4,), torch.float32, 0), "a": ((2,), torch.float32, 16)},
+            "rank 3 has the tensors in another order",
+        ),
+    ],
+)
+def test_ranks_with_unlike_tensors_are_said(theirs, said):
+    ours = {"a": ((2,), torch.float32, 0), "b": ((4,), torch.float32, 8)}
+    assert said in capture._unlike(0, ours, 3, theirs)
 
 
 def test_copies_that_differ_are_those_that_were_not_written():
