@@ -54,6 +54,8 @@ def judge(
     if len({len(run) for run in runs}) > 1:
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
+    if not cut:
+        ranks = _without_padding(ranks)
     if views:
         ranks = [[_without_views(step) for step in steps] for steps in ranks]
     with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
@@ -79,6 +81,39 @@ def judge(
     _judge_rates(verdict, ranks[0], len(ranks))
     _judge_ranks_rates(verdict, ranks)
     return verdict
+
+
+def _without_padding(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
+    """Return the steps with samples that are one whatever padding they have beside others.
+
+    Padding is among the last elements that are alike. Where a sample is seen without padding, too, it is what
+    comes before them. Otherwise one of them belongs to it. If two samples of a micro batch, whose padding ends
+    at the same place, are then one, sequences are too alike to be told so. The steps are returned as they are.
+    """
+    steps = [step for steps in ranks for step in steps]
+    if not all(len(step.ends) == len(step.samples) for step in steps):
+        return ranks
+    of_tensors = [tensor for step in steps for micro in step.ends for tensor in micro]
+    seen_whole = {sample for tensor in of_tensors for sample in tensor.whole}
+    seen_before_end = {sample for tensor in of_tensors for sample in tensor.before}
+
+    def without_padding(whole: int, before: int, and_first: int) -> int:
+        if before in seen_whole:
+            return before
+        return whole if whole in seen_before_end else and_first
+
+    joined = []
+    for of_rank in ranks:
+        joined.append(list[RunStep]())
+        for step in of_rank:
+            samples = []
+            for micro in step.ends:
+                by_tensor = [map(without_padding, x.whole, x.before, x.and_first) for x in micro]
+                samples.append([hash(sample) for sample in zip(*by_tensor, strict=True)])
+            if any(len({*found}) < len({*given}) for found, given in zip(samples, step.samples, strict=True)):
+                return ranks
+            joined[-1].append(step.model_copy(update={"samples": samples}))
+    return joined
 
 
 def _data_parallel(ranks: list[list[RunStep]]) -> list[list[RunStep]]:

@@ -34,6 +34,24 @@ def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Ten
     return ((mixed ^ (mixed >> 32)) * used).sum(1)
 
 
+def hashes_of_ends(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return three hashes of each sample, by which it is known whatever its padding, each (samples).
+
+    Its last elements that are alike may be padding. The hashes are those of the whole sample, of what comes
+    before these elements, and of that and the first of them.
+    """
+    rows = samples.detach().reshape(len(samples), -1)
+    # How many elements from here to the end are unlike the last one. It is 0 in the last ones that are alike.
+    unlike = (rows != rows[:, -1:]).flip(1).cumsum(1).flip(1)
+    before = (unlike > 0).long()
+    and_first = torch.cat([before.new_ones(len(rows), 1), before[:, :-1]], 1)
+    return {
+        "whole": hashes(rows),
+        "before": hashes(rows, before),
+        "and_first": hashes(rows, and_first),
+    }
+
+
 @functools.lru_cache(4)
 def _odd_numbers(number: int, device: torch.device) -> torch.Tensor:
     """Return `number` odd 64-bit numbers without structure. A sum of elements times these changes with any one element."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 10
+FORMAT = 11
 ERROR = "error.json"  # the file that says which error ended a rank's run
 Plain = bool | int | MayBreakDown | str | None
 
@@ -252,10 +252,20 @@ class Loaded(Strict):
     calls: Whole  # of the model, before it was fetched
 
 
+class Ends(Strict):
+    """Three hashes of each sample of a tensor, whose last elements that are alike may be padding."""
+
+    whole: list[int]
+    before: list[int]  # of what comes before these elements
+    and_first: list[int]  # of that and the first of them
+
+
 class RunStep(Strict):
     """What is kept of every step of a rank (lockstep/recorder/whole_run.py)."""
 
     samples: list[list[int]]  # of each micro batch, a hash for each sample
+    # Of each micro batch whose samples may be padded and have no mask, by tensor
+    ends: list[list[Ends]] = []
     # Whether tensors have other numbers of rows, such as nodes and edges: a row may be no sample
     uneven: bool = False
     rates: list[MayBreakDown]  # the learning rates

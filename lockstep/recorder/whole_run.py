@@ -5,6 +5,8 @@
 A step has:
 
     samples            for each micro batch, the hashes of its samples
+    ends               for each micro batch, by tensor: further hashes of its samples (lockstep/recorder/hashes.py), if
+                       samples without a mask are of several lengths
     uneven             whether tensors have other numbers of rows, such as nodes and edges: a row may be no sample
     rates              the learning rates
     optimizers         the numbers of the optimizers that stepped
@@ -44,7 +46,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.ground.files import write_text
-from lockstep.recorder.hashes import hashes
+from lockstep.recorder.hashes import hashes, hashes_of_ends
 from lockstep.recorder.patches import Undo, replace, see_calls
 
 STEPS_AT_ONCE = 256
@@ -52,6 +54,11 @@ STEPS_AT_ONCE = 256
 DEEPEST, MOST = 3, 100
 # How many batches of loaders are hashed as they are fetched
 BATCHES = 8
+# Samples of tensors with at most so many dims may be sequences, which are padded
+DIMS_OF_SEQUENCES = 3
+
+# Of each tensor of a micro batch: hashes of its samples without what may be padding
+Ends = list[dict[str, torch.Tensor]]
 
 
 class Loaders:
@@ -173,6 +180,8 @@ class WholeRun:
         self.stepped, self.updating, self.calls_in_update = False, False, 0
         # Whether the model is trained in evaluation mode from the first step on
         self.in_evaluation = False
+        # The shapes of the samples of the run
+        self.shapes = set[tuple[torch.Size, ...]]()
         # Optimizer -> its number
         self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         # The learning rates of the update that runs
@@ -189,11 +198,11 @@ class WholeRun:
 
     def _begin(self) -> None:
         """Begin a step."""
-        # For each micro batch, the hashes of its samples
-        self.samples: list[torch.Tensor] = []
+        # For each micro batch, the hashes of its samples, and those of samples that may be padded
+        self.samples: list[tuple[torch.Tensor, Ends]] = []
         self.uneven = False
         # Those of the micro batches before a step of another model's optimizer
-        self.elsewhere: list[torch.Tensor] = []
+        self.elsewhere: list[tuple[torch.Tensor, Ends]] = []
         self.rates: list[float] = []
         # The numbers of the optimizers that step
         self.optimizers: set[int] = set()
@@ -232,13 +241,24 @@ class WholeRun:
             ]
             # Several tensors may be needed to tell samples apart, such as the kinds of atoms and where they are.
             hashed = [hashes(tensor, mask) * (2 * place + 1) for place, tensor in enumerate(of_samples)]
-            self.samples.append(
+            whole = (
                 torch.stack(hashed).sum(0)
                 if hashed
                 else hashes(
                     torch.cat([tensor.flatten().double().to(tensors[0].device) for tensor in tensors])[None]
                 )
             )
+            self.samples.append((whole, self._ends(of_samples, mask)))
+
+    def _ends(self, of_samples: list[torch.Tensor], mask: torch.Tensor | None) -> Ends:
+        """Return further hashes of samples that may be padded, if no mask says what is padding; else []."""
+        if any(
+            x.ndim > DIMS_OF_SEQUENCES or (mask is not None and mask.shape == x.shape) for x in of_samples
+        ):
+            return []
+        tensors = [tensor for tensor in of_samples if tensor.numel()]
+        self.shapes.add(tuple(tensor.shape[1:] for tensor in tensors))
+        return [hashes_of_ends(tensor) for tensor in tensors]
 
     def _end_step(self) -> None:
         self.lines.append(
@@ -306,7 +326,14 @@ class WholeRun:
         if not self.lines:
             return
         for line in self.lines:
-            line["samples"] = [sample_hashes.tolist() for sample_hashes in line["samples"]]
+            of_micro_batches = line["samples"]
+            line["samples"] = [samples.tolist() for samples, _ in of_micro_batches]
+            if len(self.shapes) > 1:
+                line["ends"] = [
+                    [{name: found.tolist() for name, found in of_tensor.items()} for of_tensor in ends]
+                    for _, ends in of_micro_batches
+                    if ends
+                ]
         self.files += 1
         path = self.folder() / f"run_{self.files}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from programs import completed
 
+from lockstep.inputs import shapes
+from lockstep.inputs.architectures import BUILT_IN
+
 ROOT = Path(__file__).parents[2]
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("lockstep/**/*.py")]
 STRATEGIES = ["ddp_strategy", "autotp_strategy", "fsdp_strategy"]
@@ -259,7 +262,11 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_a_usage_error_is_answered_without_torch(tmp_path):
-    """All of them in one process, also where there is a weights file, which torch will read."""
+    """All of them in one process, also where there is a weights file, which torch will read.
+
+    What is known of a model is kept from its first use on, which needs torch.
+    """
+    shapes.describe(BUILT_IN["tiny-qwen2"])
     (tmp_path / "w.pt").touch()
     folders = ["--storage_path", str(tmp_path), "--loss_output_dir", str(tmp_path)]
     folders += ["--init_weights_path", str(tmp_path / "w.pt")]

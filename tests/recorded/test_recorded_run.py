@@ -211,6 +211,57 @@ def test_padding_does_not_change_a_sample():
     assert len(set(hashes(torch.randn(50, 3)).tolist())) == 50
 
 
+class Bag(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(50, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, ids, more):
+        return self.head(self.embedding(ids).sum(1)) + more.sum(1, keepdim=True)
+
+
+def of_lengths(vocabulary):
+    """24 sequences of 3 to 10 tokens; the last two of each are alike, as padding is."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 10, (24,), generator=generator).tolist()
+    sequences = [torch.randint(1, vocabulary, (length,), generator=generator) for length in lengths]
+    return [torch.cat([sequence, sequence[-1:]]) for sequence in sequences]
+
+
+@pytest.mark.parametrize(
+    "vocabulary, padded_by, order, said",
+    [
+        (50, 0, lambda epoch: torch.randperm(24), ""),
+        # Sequences that never lie without padding beside others
+        (50, 2, lambda epoch: torch.randperm(24), ""),
+        # Controls: the second epoch begins anew after half of the first; and sequences that look padded themselves
+        (
+            50,
+            2,
+            lambda epoch: torch.arange(12) if epoch == 0 else torch.arange(24),
+            "12 samples were seen again",
+        ),
+        (2, 0, lambda epoch: torch.randperm(24), "samples were seen again"),
+    ],
+)
+def test_padding_that_no_mask_leaves_out(tmp_path, vocabulary, padded_by, order, said):
+    """Each batch has padding up to its longest sequence, and `padded_by` more."""
+    torch.manual_seed(0)
+    net, data = Bag(), of_lengths(vocabulary)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pad = torch.nn.utils.rnn.pad_sequence
+    with lockstep.record(net, tmp_path):
+        for epoch in range(3):
+            for places in order(epoch).split(4):
+                more = [torch.zeros(padded_by, dtype=torch.int64)] if padded_by else []
+                ids = pad([torch.cat([data[place], *more]) for place in places.tolist()], batch_first=True)
+                net(ids, (ids != 0).float()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    wrong = judged(Recording(tmp_path)).wrong
+    assert said in wrong[0] if said else not wrong, wrong
+
+
 LOOP = """
 import torch
 def main():
