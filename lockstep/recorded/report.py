@@ -9,7 +9,9 @@ from lockstep.ground.files import write_text
 from lockstep.ground.words import and_more
 from lockstep.recorded.whole_run import RunVerdict
 from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.report_tables import WRONG, wrong_rows
 from lockstep.verdict.rows import StepVerdict
+from lockstep.verdict.tensor_report import BY_THEMSELVES, as_text, escaped
 
 SHOWN = 5  # sentences of a step, at most
 
@@ -81,7 +83,7 @@ def _count(number: int, word: str, ending: str) -> str:
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     """Print the report, write report.md and report.json, and return the exit status."""
     shown = lines(steps, run)
-    write_text(folder / "report.md", _in_markdown(shown))
+    write_text(folder / "report.md", _in_markdown(shown, steps))
     content = {
         "verdict": shown[-1].split(":")[0],
         "steps": [
@@ -105,11 +107,16 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     return int(content["verdict"] == "FAIL")
 
 
-def _in_markdown(said: list[str]) -> str:
-    """Return the lines `said` as Markdown: the verdict, then the first line of each step with a list below it."""
+def _in_markdown(said: list[str], steps: list[StepVerdict]) -> str:
+    """Return the lines `said` as Markdown: the verdict, then the first line of each step with a list below it.
+
+    A table has all tensors that modules do not give from their recorded inputs.
+    """
     *body, verdict = said
     below = [f"- {line.strip()}" if line.startswith("  ") else f"\n{line}\n" for line in body]
-    return "\n".join([verdict, *below, "", "report.html has all tensors.", ""])
+    wrong = wrong_rows(row for step in steps for row in step.alone)
+    table = [f"\n{BY_THEMSELVES}\n", *as_text([WRONG, *wrong], escaped)] if wrong else []
+    return "\n".join([verdict, *below, *table, "", "report.html has all tensors.", ""])
 
 
 def _numbers(rows: list[Judgement]) -> dict[str, list[float]]:

@@ -1,16 +1,17 @@
 """The tables of the report on a comparison of tensors: what was compared, and how far apart everything is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lockstep.dumps.dump import Dump
 from lockstep.ground import origin
 from lockstep.inputs.architectures import in_words
 from lockstep.plan.mesh import Mesh
 from lockstep.verdict.distance import relative
-from lockstep.verdict.judgement import COMPUTED, pass_of
+from lockstep.verdict.judgement import COMPUTED, Judgement, pass_of
 from lockstep.verdict.result import Result
 
 Line = str | tuple[str, ...]  # a line of text, or a row of a table
+WRONG = ("step", "tensor", "error")
 OPTIONS = (
     "optimizer",
     "learning_rate",
@@ -58,11 +59,24 @@ def about(result: Result) -> dict[str, str]:
 
 def wrong_tensors(result: Result) -> list[Line]:
     """Return a table of all tensors that are too far, in order of execution, with what is tolerated of each."""
-    table: list[Line] = [("run", "step", "tensor", "error")]
+    table: list[Line] = [("run", *WRONG)]
     for name, run in result.runs.items():
         rows = sorted(run.too_far, key=lambda row: (row.step, run.order[row.step][row.name]))
-        table += [(result.label(name), str(row.step), row.name, row.describe()) for row in rows]
+        table += [(result.label(name), *cells) for cells in wrong_rows(rows)]
     return table
+
+
+def wrong_by_themselves(result: Result) -> list[Line]:
+    """Return a table of all tensors that modules do not give from their inputs in the run, in order of execution."""
+    table: list[Line] = [("run", *WRONG)]
+    for name, run in result.runs.items():
+        table += [(result.label(name), *cells) for cells in wrong_rows(run.by_themselves)]
+    return table
+
+
+def wrong_rows(rows: Iterable[Judgement]) -> list[tuple[str, ...]]:
+    """Return the rows of a table, with the head WRONG, of the tensors that are too far."""
+    return [(str(row.step), row.name, row.describe()) for row in rows if row.too_far]
 
 
 def losses(result: Result) -> list[Line]:

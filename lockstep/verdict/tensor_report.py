@@ -15,6 +15,7 @@ from lockstep.verdict.module_results import REMEDY, following, sentences
 from lockstep.verdict.report_tables import Line
 from lockstep.verdict.result import Findings, Result
 
+BY_THEMSELVES = "Wrong by themselves"
 SHORT = 14  # number of lines of a long section that are shown
 LONGEST = 100_000  # number of characters of a line that are shown
 
@@ -26,7 +27,7 @@ def show(result: Result, output_dir: Path | None) -> int:
     """
     sections = _summary(result) if output_dir is not None else {**_tables(result), **_summary(result)}
     for title, lines in sections.items():
-        text = [printable(line, LONGEST) for line in _as_text(lines, lambda cell: cell)]
+        text = [printable(line, LONGEST) for line in as_text(lines, lambda cell: cell)]
         print("\n".join(["", title, "-" * len(title), *text]))
     if output_dir is not None:
         print("\nReport: " + ", ".join(str(output_dir / name) for name in REPORTS))
@@ -38,7 +39,7 @@ def write(result: Result, folder: Path) -> None:
     """Write report.md and report.json into a folder."""
     sections = {**_summary(result), **_tables(result)}
     text = "\n\n".join(
-        f"## {title}\n\n" + "\n".join(map(_item, _as_text(lines, _escaped)))
+        f"## {title}\n\n" + "\n".join(map(_item, as_text(lines, escaped)))
         for title, lines in sections.items()
     )
     write_result(folder / "report.md", f"# Tensor by tensor: {result.outcome}\n\n" + text + "\n")
@@ -59,10 +60,14 @@ def _summary(result: Result) -> dict[str, Sequence[Line]]:
 
 
 def _tables(result: Result) -> dict[str, Sequence[Line]]:
-    """Return title -> lines of the other sections: text, or rows of tables as tuples, the head first. Long sections are cut."""
+    """Return title -> lines of the other sections: text, or rows of tables as tuples, the head first.
+
+    Long sections are cut, but for modules that are wrong by themselves.
+    """
     origin = "the reference" if result.has_reference else "each other"
     sections: dict[str, Sequence[Line]] = {
         "What was compared": [f"{name}: {value}" for name, value in tables.about(result).items()],
+        BY_THEMSELVES: tables.wrong_by_themselves(result),
         "Wrong tensors": tables.wrong_tensors(result),
         "Loss by DP rank": tables.losses(result),
         "Layer output norms": tables.norms(result, "forward"),
@@ -77,12 +82,12 @@ def _tables(result: Result) -> dict[str, Sequence[Line]]:
 
 def _shortened(lines: Sequence[Line], title: str) -> Sequence[Line]:
     """Return the first SHORT lines of a section, and how many more there are; all lines if these are few."""
-    more = len(lines) - SHORT
+    more = len(lines) - SHORT if title != BY_THEMSELVES else 0
     hint = "; report.html of --output_dir has all tensors" if title == "Wrong tensors" else ""
     return [*lines[:SHORT], f"... {more} more{hint}"] if more > 3 else lines
 
 
-def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
+def as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
     """Return lines as text, with rows of tables as Markdown tables. `escape` is applied to each cell and to each other line."""
     text: list[str] = []
     for number, line in enumerate(lines):
@@ -95,7 +100,7 @@ def _as_text(lines: Sequence[Line], escape: Callable[[str], str]) -> list[str]:
     return text
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Escape text for a Markdown page: labels and paths come from files and command lines."""
     return re.sub(r"([\\`|<>*\[\]])", r"\\\1", printable(text, LONGEST))
 

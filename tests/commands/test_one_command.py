@@ -106,6 +106,9 @@ def test_the_one_command_names_the_first_tensor(tmp_path):
     assert any(line.startswith(label) and line.endswith("FAIL") for line in lines)
     said = f"First tensor too far, {label}: step 1, gradient/model.norm.weight"
     assert any(line.startswith(said) for line in lines)
+    report = (tmp_path / "out" / "tensors" / "report.md").read_text()
+    listed = report.partition("## Wrong by themselves")[2].partition("##")[0].count(f"| {label} |")
+    assert listed > 5 and f"- {label}: {listed} of " in report.partition("## Each module by itself")[2]
     assert history.read(tmp_path / "out" / "loss_doubled_activation_checkpointing.json").run["label"] == label
     assert "Doubled" in plotted(tmp_path / "out", status=1) and (tmp_path / "figure.png").is_file()
 

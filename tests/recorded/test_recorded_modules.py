@@ -1,5 +1,7 @@
 """Modules, terms of a loss, choices of experts and plain shards of a recorded run."""
 
+import re
+
 import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -219,6 +221,18 @@ def test_each_module_by_itself(tmp_path, capsys, before, after, wrong, autocast)
     if autocast and (after in (SLIGHTLY, NORM) or before == SAMPLE):
         assert not any(row.too_far for row in verdict.rows)
         assert any("times what a factor may be off by)" in sentence for sentence in verdict.wrong)
+
+
+def test_the_report_lists_all_that_is_wrong_by_itself(tmp_path, capsys):
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(DENSE.format(before=TWO, after="", autocast=False, width=32, length=32))
+    assert record.main(["--output", str(output), "--steps", "1", str(script)]) == 0
+    assert judge.main([str(output)]) == 1
+    verdict = step.judge(Recording(output), 1)
+    capsys.readouterr()
+    report = (output / "report.md").read_text()
+    listed = re.findall(r"^\| 1 \| (\S+) \| ", report, re.MULTILINE)
+    assert listed == [row.name for row in verdict.alone if row.too_far] and len(listed) == 4
 
 
 @pytest.mark.parametrize("dropped", ["first", "second"])

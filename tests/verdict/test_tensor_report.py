@@ -70,7 +70,7 @@ def test_text_from_files_is_no_markup(dumps, tmp_path, capsys):
 
 
 def test_control_characters_do_not_reach_the_terminal():
-    assert tensor_report._escaped("a\x1b[2J\nb") == r"a\\x1b\[2J\\nb"
+    assert tensor_report.escaped("a\x1b[2J\nb") == r"a\\x1b\[2J\\nb"
 
 
 def test_one_wrong_tensor_is_said_in_the_singular():
