@@ -222,7 +222,7 @@ class FSDPStrategy(TorchStrategy):
             schedule=options.pp_schedule,
             micro=micro,
             share=micro * config.gradient_accumulation_steps,
-            autocast=lambda: config.autocast(self.device),
+            autocast=config.precision == "autocast",
             apart=config.documents == "apart",
         )
         positions = config.seq_length // config.cp_size

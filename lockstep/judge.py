@@ -28,8 +28,9 @@ from lockstep.recorded import against as recorded_against
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import whole_run as recorded_run
 from lockstep.recorded.cut_by_code import CutByCode, is_cut
+from lockstep.recorded.other_stages import Weights, handed_on, other_rates, other_stages, shared_parameters
 from lockstep.recorder import surroundings
-from lockstep.recorder.recording import Recording
+from lockstep.recorder.recording import Recording, stages_in
 from lockstep.running import judging
 from lockstep.verdict import gpu_kernels
 from lockstep.verdict.normalisation import LABELS
@@ -87,6 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         options = parser.parse_args(argv)
+        stages = stages_in(options.folder)
+        if stages:
+            return _judge_pipeline(stages, options)
         recording = Recording(options.folder)
         with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
             return _judge(recording, options)
@@ -117,6 +121,74 @@ def _judge(recording: Recording, options: argparse.Namespace) -> int:
     return recorded_report.show(verdicts, run_verdict, options.folder)
 
 
+def _judge_pipeline(stages: list[Recording], options: argparse.Namespace) -> int:
+    """Judge each stage of a pipeline, the last one first: it shows how the micro batches are weighed. Return the exit status."""
+    if options.against or options.after:
+        raise UserError(
+            "--against and --after: the recorded run is a pipeline, whose stages are judged by themselves; leave them out"
+        )
+    weights: list[Weights] = [None] * len(stages[0].steps)
+    found: dict[int, str] = {}
+    for index in reversed(range(len(stages))):
+        print(f"stage {index} of {len(stages)}, on {stages[index].names_of_ranks}:")
+        with gpu_kernels.in_place(stages[index].origin.device), surroundings.restored():
+            verdicts, found[index] = _judge_stage(stages, index, weights, options)
+        if index == len(stages) - 1:
+            weights = [verdict.weights for verdict in verdicts]
+    failed = [index for index in sorted(found) if found[index].startswith("FAIL")]
+    if failed:
+        print(found[failed[0]].replace("FAIL: ", f"FAIL: stage {failed[0]}: ", 1))
+        return 1
+    parts = dict.fromkeys(part for text in found.values() for part in text.removeprefix("PASS: ").split("; "))
+    print("; ".join([f"PASS: {len(stages)} stages", *parts]))
+    return 0
+
+
+def _judge_stage(
+    stages: list[Recording],
+    index: int,
+    weights: list[Weights],
+    options: argparse.Namespace,
+) -> tuple[list[StepVerdict], str]:
+    """Judge a stage, and print its report but for the verdict. Return the verdicts on its steps, and that on all.
+
+    `weights` are those of the micro batches in the last stage, by step.
+    """
+    stage, is_last = stages[index], index == len(stages) - 1
+    shared = shared_parameters(stages)
+    verdicts = judging.judge(
+        stage,
+        options.expect if is_last else None,
+        options.loss if is_last else None,
+        _bytes(options),
+        options.workers,
+        ray=options.ray,
+        others=[
+            other_stages(stages, index, shared, of_step, step) for step, of_step in enumerate(weights, 1)
+        ],
+    )
+    if index:
+        for verdict in verdicts:
+            verdict.wrong[:0] = handed_on(stages[index - 1], stage, verdict.step)
+    run_verdict = recorded_run.judge(
+        [stage],
+        with_replacement=options.with_replacement,
+        views=any(verdict.views for verdict in verdicts),
+        # Only the first stage is called with samples.
+        shared_inputs=index > 0 or any(verdict.shared_inputs for verdict in verdicts),
+        recorded=len(verdicts),
+    )
+    if index:
+        run_verdict.wrong += other_rates(stages[index - 1], stage)
+    page.write(stage, verdicts, run_verdict)
+    return verdicts, recorded_report.write(verdicts, run_verdict, stage.folder)
+
+
+def _bytes(options: argparse.Namespace) -> float | None:
+    """Return the memory that the judge may use."""
+    return None if options.memory is None else options.memory * 1e9
+
+
 def _judge_steps(
     recording: Recording, against: Recording | None, options: argparse.Namespace
 ) -> tuple[Recording, list[StepVerdict]]:
@@ -125,12 +197,11 @@ def _judge_steps(
     If one process cannot compute the recording's own model, the model of `against` is the reference. The
     recording that is returned is then a CutByCode.
     """
-    memory = None if options.memory is None else options.memory * 1e9
     judge_steps = functools.partial(
         judging.judge,
         expect=options.expect,
         loss=options.loss,
-        memory=memory,
+        memory=_bytes(options),
         workers=options.workers,
         ray=options.ray,
     )

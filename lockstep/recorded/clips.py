@@ -18,12 +18,13 @@ def judge(
     rank: StepRecord,
     whole: Mapping[str, torch.Tensor],
     beside: dict[str, float],
+    elsewhere: float,
     causes: Causes,
 ) -> list[str]:
     """Return what is wrong with each norm, as sentences, and say in the verdict by how much the gradient was clipped.
 
     `rank` is what a rank recorded of the step. `whole` are the reference's gradients, clipped as the run's were on this rank. `beside`
-    are the norms of recorded gradients that are not judged.
+    are the norms of recorded gradients that are not judged, `elsewhere` is that of other stages of a pipeline, before clipping.
     """
     clips = [clip for clip in rank.clips if not clip.by_value]
     sizes = {name: _Size(tensor) for name, tensor in whole.items() if tensor.numel()} if clips else {}
@@ -36,12 +37,15 @@ def judge(
     for number, clip in enumerate(clips):
         names = [name for name in factors if clip.has(name)]
         scale = {name: factors[name] / rank.clipped(name) for name in names}
+        of_stages = elsewhere * factors[names[0]] if len(names) == len(factors) else 0.0
         wrong += _judge_one(
             verdict,
             "gradient norm" if len(clips) == 1 else f"gradient norm {number}",
             clip,
             [sizes[name].times(scale[name]) for name in names if name in sizes],
-            math.hypot(clip.beside, *(beside[name] * scale[name] for name in names if name in beside)),
+            math.hypot(
+                clip.beside, of_stages, *(beside[name] * scale[name] for name in names if name in beside)
+            ),
             causes,
         )
         factors |= {name: factors[name] * clip.factor for name in names}

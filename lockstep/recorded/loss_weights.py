@@ -1,6 +1,7 @@
 """What the gradient of a recorded step is a mean over, by what factor it is off, and what it was clipped by."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from lockstep.ground.words import and_more
 from lockstep.recorded import clips
 from lockstep.recorded.causes import Causes
 from lockstep.recorded.model import dtype_of
+from lockstep.recorded.other_stages import OtherStages
 from lockstep.recorded.ranks import Ranks
 from lockstep.recorder.micro_batch import data_parallel_shares
 from lockstep.verdict import normalisation
@@ -55,12 +57,16 @@ class LossWeights:
         elsewhere: int,
         norm_of_steps: Callable[[], float],
         beside: dict[str, float],
+        others: OtherStages | None = None,
     ):
         self.rank_checks, self.reference_results, self.made_of = rank_checks, reference_results, made_of
         self.verdict, self.ranks, self.micro = rank_checks.verdict, rank_checks.ranks, rank_checks.micro
         # The micro batches of a rank in a step that has another number of them; 0 if all steps have as many
         self.elsewhere = elsewhere
         self.beside = beside  # the norms of recorded gradients that are not judged
+        self.others = others
+        # In a stage of a pipeline but the last: the weights that the micro batches have in the last stage
+        self.of_last_stage: torch.Tensor | None = None
         # The norm that the gradients of several steps have; 0 if they have different ones
         self.norm_of_steps = norm_of_steps
         self.shares = data_parallel_shares(self.micro)
@@ -89,6 +95,12 @@ class LossWeights:
         uncertain = max(result.mean.uncertain for result in self.reference_results)
         roundoffs = FLOOR * UNIT["fp32"] * max(1.0, fitted.largest_term)
         verdict.tolerated_weights = MULTIPLE * max(deviation, again.typical) + roundoffs + uncertain
+        if self.others is not None and self.others.weights is not None:
+            keys = [(called.ranks[0], called.number) for called in self.micro]
+            known = torch.tensor(
+                [self.others.weights.get(key, math.nan) for key in keys], dtype=torch.float64
+            )
+            self.of_last_stage = torch.where(known.isnan(), loss_weights, known)
         tokens, divisors, candidates = self._weightings(expect)
         self.tokens, self.divisors = tokens, divisors
         causes = Causes(self.rank_checks, self.reference_results, tokens, self.elsewhere)
@@ -101,7 +113,8 @@ class LossWeights:
         named = verdict.named = self._of_samples(measured, named) or named
         known = named.weighting.weights * divisors
         reference = self.made_of(torch.cat([known, term_weights / named.factor]))
-        self.norm_problems = clips.judge(verdict, self.ranks[0], reference, self.beside, causes)
+        elsewhere = self.others.norm if self.others else 0.0
+        self.norm_problems = clips.judge(verdict, self.ranks[0], reference, self.beside, elsewhere, causes)
         verdict.factor = named.factor
         if not self.ranks[0].clips and verdict.factor < 1 - verdict.tolerated_weights:
             norm = self.norm_of_steps()
@@ -145,7 +158,8 @@ class LossWeights:
         if named.weighting is not candidates[0]:
             ratios = candidates[0].weights / named.weighting.weights
             unit = "an element" if "element" in candidates[0].label else "a token"
-            verdict.difference = f"; in {candidates[0].label}, {unit} would count {float(ratios.min()):.3g} to {float(ratios.max()):.3g} times as much"
+            if float(ratios.max() / ratios.min() - 1) > verdict.tolerated_weights:
+                verdict.difference = f"; in {candidates[0].label}, {unit} would count {float(ratios.min()):.3g} to {float(ratios.max()):.3g} times as much"
         if self.nominal is None or self.by_hand != 1:
             return torch.cat([known * named.factor, term_weights])
         # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it
@@ -200,9 +214,13 @@ class LossWeights:
         if not any(result.mean.uncertain for result in self.reference_results):
             return known * by_hand
         # What follows from the gradients at the logits is averaged over the ranks, or summed.
-        for weight in (1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0):
-            if float((actual / by_hand / weight - 1).abs().max()) <= self.verdict.tolerated_weights:
-                return torch.full_like(actual, weight * by_hand)
+        weights = [1 / self.verdict.shares / self.verdict.pieces, 1 / self.verdict.shares, 1.0]
+        if self.others is not None:
+            weights.insert(0, 1 / len(self.micro))
+        means = [torch.full_like(actual, weight) for weight in weights]
+        for mean in means if self.of_last_stage is None else [self.of_last_stage]:
+            if float((actual / by_hand / mean - 1).abs().max()) <= self.verdict.tolerated_weights:
+                return mean * by_hand
         return None
 
     def counts(self, weights: torch.Tensor) -> str:
@@ -262,6 +280,10 @@ class LossWeights:
         That is (tokens of each micro batch, what each loss divides the sum over its tokens by, the known weightings of
         these sums).
         """
+        if self.of_last_stage is not None:
+            label = "what follows from the gradients of the next stage, weighed as in the last stage"
+            ones = torch.ones(len(self.micro), dtype=torch.float64)
+            return [1] * len(self.micro), ones, [Weighting(RANK_MEAN, label, self.of_last_stage)]
         tokens = [result.mean.tokens for result in self.reference_results]
         has_own_loss = any(result.loss is None for result in self.reference_results)
         (function, *others) = {result.mean.function for result in self.reference_results}
@@ -294,6 +316,10 @@ class LossWeights:
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
             label = "what follows from the gradients at the logits, averaged over the ranks"
             means = [Weighting(RANK_MEAN, label, ones / self.verdict.shares)]
+            if (
+                self.others is not None
+            ):  # torch's pipelines divide by the micro batches, unless they are told not to
+                means.append(Weighting(RANK_MEAN, f"{label} and the micro batches", ones / len(self.micro)))
             if self.verdict.pieces > 1:  # averaged over ranks with pieces of the same samples, too
                 means.append(Weighting(RANK_MEAN, label, ones / self.verdict.shares / self.verdict.pieces))
             return [1] * len(self.micro), ones, means

@@ -304,6 +304,13 @@ class Model(Passes):
             )
         tensors = self._widened(micro_batch.tensors)
         tensors |= {name: in_order(tensors[name], order) for name, order in micro_batch.record.orders.items()}
+        places = self.recording.steps[self.step - 1][micro_batch.ranks[0]].places
+        # A stage of a pipeline gives the stage before a gradient.
+        for name in tensors:
+            place = f"backward/{micro_batch.number}/given.{name}"
+            if place in places:
+                tensors[name] = tensors[name].detach().requires_grad_()
+                tensors[name].register_hook(functools.partial(self.keep, place))
         plain = building.values_of(self.recording.tree, self.model, micro_batch.record.plain, tensors)
         values = {**plain, **tensors}
         structure = treespec_loads(micro_batch.record.structure)

@@ -82,6 +82,13 @@ def _count(number: int, word: str, ending: str) -> str:
 
 def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     """Print the report, write report.md and report.json, and return the exit status."""
+    verdict = write(steps, run, folder)
+    print(verdict)
+    return int(verdict.startswith("FAIL"))
+
+
+def write(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> str:
+    """Print the report but for its last line, the verdict. Write report.md and report.json. Return the verdict."""
     shown = lines(steps, run)
     write_text(folder / "report.md", _in_markdown(shown, steps))
     content = {
@@ -103,8 +110,7 @@ def show(steps: list[StepVerdict], run: RunVerdict, folder: Path) -> int:
     write_text(folder / "report.json", json.dumps(content))
     print("\n".join(shown[:-1]))
     print(f"report: {folder / 'report.html'}, {folder / 'report.md'}")
-    print(shown[-1])
-    return int(content["verdict"] == "FAIL")
+    return shown[-1]
 
 
 def _in_markdown(said: list[str], steps: list[StepVerdict]) -> str:

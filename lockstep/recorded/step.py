@@ -20,6 +20,7 @@ from lockstep.recorded.counts import Counts
 from lockstep.recorded.free_pass import FreePass, columns_of
 from lockstep.recorded.loss_weights import LossWeights
 from lockstep.recorded.model import tf32_of
+from lockstep.recorded.other_stages import OtherStages
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
 from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
@@ -39,20 +40,21 @@ def judge(
     expect: str | None = None,
     loss: Loss | None = None,
     memory: float | None = None,
+    others: OtherStages | None = None,
 ) -> StepVerdict:
     """Return the verdict on a recorded step.
 
     `expect` is the weighting that was meant; None: any known one will do. `loss` is the loop's own. A model whose weights,
     in float64 and in the run's dtype, take more than a quarter of `memory` (bytes; default: half of what is free) is
-    computed unit by unit. Raises UserError for a model that cannot be computed again.
+    computed unit by unit. `others` is for a stage of a pipeline. Raises UserError for a model that cannot be computed again.
     """
     memory = free_bytes() / 2 if memory is None else memory
     streamed = bytes_to_judge(recording) > memory
-    verdict = _Step(recording, step, loss, streamed).judge(expect)
+    verdict = _Step(recording, step, loss, streamed, others).judge(expect)
     if redrawn.may_be_chance(verdict):
         # The weights may be at the edge of where the model can be computed.
         with contextlib.suppress(UserError):
-            verdict = _Step(recording, step, loss, streamed, redraws=True).judge(expect)
+            verdict = _Step(recording, step, loss, streamed, others, redraws=True).judge(expect)
     return verdict
 
 
@@ -87,9 +89,17 @@ class _Step:
     """One recorded step, which is judged once."""
 
     def __init__(
-        self, recording: Recording, step: int, loss: Loss | None, streamed: bool, *, redraws: bool = False
+        self,
+        recording: Recording,
+        step: int,
+        loss: Loss | None,
+        streamed: bool,
+        others: OtherStages | None,
+        *,
+        redraws: bool = False,
     ):
         self.recording, self.ranks, self.loss = recording, recording.steps[step - 1], loss
+        self.others = others  # of the pipeline that the model is a stage of
         self.streamed = streamed  # memory has one unit of the model at a time
         self.redraws = redraws  # the yardstick is the farthest of several draws
         every = recording.micro_batches(step)
@@ -281,7 +291,7 @@ class _Step:
         )
         modules_wrong = self.free.judge(self.rank_checks)
         after_modules = len(verdict.wrong)
-        beside = self._leave_loss_out()
+        beside = self._leave_loss_out() | self._leave_shared_out()
         self.clipped = {name: self.ranks[0].clipped(name) for name in self.gradients}
         columns = columns_of(self.free.reference_results)
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
@@ -299,7 +309,7 @@ class _Step:
             elsewhere = max(numbers - {len(self.ranks[0].micro_batches)}, default=0)
             norm = functools.partial(self.rank_checks.norm_of_steps, self.gradients.keys())
             weighed = LossWeights(
-                self.rank_checks, self.free.reference_results, made_of, elsewhere, norm, beside
+                self.rank_checks, self.free.reference_results, made_of, elsewhere, norm, beside, self.others
             )
             loss_weights = weighed.judge(fitted, again, expect)
             yardstick = Sum(
@@ -320,6 +330,11 @@ class _Step:
                 self.rank_checks.say_of_unreduced(": each rank has its own, and their mean is right")
             elif self.rank_checks.unreduced:
                 counts.on_odd_rank(fitted.weights)
+        if nominal is not None:
+            arrived = [1.0 if x.loss is None else x.arrived for x in self.free.reference_results]
+            keys = [(called.ranks[0], called.number) for called in self.micro]
+            of_arrived = (weight / there for weight, there in zip(nominal.tolist(), arrived, strict=True))
+            verdict.weights = dict(zip(keys, of_arrived, strict=True))
         reference = made_of(loss_weights)
         rows = verdict.judged(self.gradients, reference, yardstick, kind="gradient/")
         verdict.rows += rows
@@ -366,6 +381,15 @@ class _Step:
         self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
         self.only_in_loss = [name for name in alone if every[name].any()]
         return {name: float(every[name].double().norm()) for name in alone}
+
+    def _leave_shared_out(self) -> dict[str, float]:
+        """Leave out the parameters that another stage of the pipeline has, too. Returns the norms of their gradients."""
+        every, shared = self.gradients, sorted(self.others.shared) if self.others else []
+        if not shared:
+            return {}
+        self.gradients = Lazy((name for name in every if name not in shared), lambda name: every[name])
+        self.verdict.leave(f"the gradient of {and_more(shared)}, which another stage has, too, is not judged")
+        return {name: float(every[name].double().norm()) for name in shared if name in every}
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
         """Judge each module by itself, and say which gradients are too far.
@@ -421,7 +445,8 @@ class _Step:
         """
         wrong = []
         waiting = self.recording.waiting(self.verdict.step)
-        beside = {*self.ranks[0].frozen, *self.only_in_loss, *waiting}
+        shared = self.others.shared if self.others else ()
+        beside = {*self.ranks[0].frozen, *self.only_in_loss, *waiting, *shared}
         unused = sorted(weights.keys() - self.gradients.keys() - beside)
         if unused:
             self.verdict.notes.append(

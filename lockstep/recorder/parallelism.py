@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from lockstep.ground.errors import UserError
 from lockstep.recorder.wrapped import clean, fsdp_groups
 
-PIPELINES = ("torch.distributed.pipelining", ".runtime.pipe.", "pipeline_parallel")
+OTHER_PIPELINES = (".runtime.pipe.", "pipeline_parallel")
 
 
 def require_not_fsdp1(model: torch.nn.Module, *wrapped: torch.nn.Module) -> None:
@@ -23,16 +23,39 @@ def require_not_fsdp1(model: torch.nn.Module, *wrapped: torch.nn.Module) -> None
             )
 
 
-def require_no_pipeline() -> None:
-    """Raise UserError if a library of pipelines calls the model: it is then a stage alone."""
-    frame = inspect.currentframe()
+class Stage(NamedTuple):
+    """A stage of a pipeline, by its number."""
+
+    number: int
+    stages: int
+    is_trial: bool  # whether it is called to learn the shapes of what it returns, and not for a micro batch
+
+
+def stage() -> Stage | None:
+    """Return the stage of a pipeline of torch that calls the model; None if none does.
+
+    Raises UserError for a pipeline of another library, and for a rank with several stages.
+    """
+    frame, owner, functions, schedule = inspect.currentframe(), None, set[str](), None
     while frame is not None:
         caller = frame.f_globals.get("__name__", "")
-        if any(word in caller for word in PIPELINES):
+        if any(word in caller for word in OTHER_PIPELINES):
             raise UserError(
-                f"the model is a stage of a pipeline, called by {caller}, and no reference can compute a stage alone; record a run without pipeline parallelism"
+                f"the model is a stage of a pipeline, called by {caller}, whose stages are not known; use torch.distributed.pipelining, or record a run without pipeline parallelism"
             )
+        if caller == "torch.distributed.pipelining.stage":
+            owner = frame.f_locals.get("self", owner)
+            functions.add(frame.f_code.co_name)
+        elif caller == "torch.distributed.pipelining.schedules":
+            schedule = frame.f_locals.get("self", schedule)
         frame = frame.f_back
+    if owner is None:
+        return None
+    if len(getattr(schedule, "_stages", ())) > 1:
+        raise UserError(
+            "the rank has several stages of a pipeline, and one model can be recorded; use a schedule with one stage on each rank, such as 1F1B"
+        )
+    return Stage(owner.stage_index, owner.num_stages, "forward_one_chunk" not in functions)
 
 
 def autocast_of(model: torch.nn.Module) -> str | None:

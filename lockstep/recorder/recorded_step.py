@@ -173,6 +173,8 @@ class StepRecord(Strict):
     world_size: Count
     rank: Whole
     launched: Count = 1  # processes that the launcher started
+    stage: Whole | None = None  # the number of the pipeline's stage that the model is
+    stages: Count = 1
     step: Count
     torch: Name
     data_parallel: list[Whole]  # the ranks that FSDP2 divides the samples among
@@ -205,6 +207,22 @@ class StepRecord(Strict):
         """After how many micro batches a gradient was clipped that was not complete; None if none was."""
         last = len(self.micro_batches)
         return next((clip.after for clip in self.clips if clip.after is not None and clip.after < last), None)
+
+    def numbered(self, ranks: list[int]) -> "StepRecord":
+        """Return the record with the ranks of a stage numbered from 0; `ranks` are all of its ranks."""
+
+        def renumbered(group: list[int]) -> list[int]:
+            return [ranks.index(rank) for rank in group if rank in ranks]
+
+        return self.model_copy(
+            update={
+                "world_size": len(ranks),
+                "launched": len(ranks),
+                "rank": ranks.index(self.rank),
+                "data_parallel": renumbered(self.data_parallel),
+                "groups": [renumbered(group) for group in self.groups],
+            }
+        )
 
     @property
     def shards(self) -> str:

@@ -8,6 +8,7 @@
 
         batch/M/KEYWORD             what the model was called with in micro batch M
         forward/M/returned.NAME     a tensor that the model returns and that no module returned
+        backward/M/given.NAME       in a stage of a pipeline: the gradient at what the stage before returned
         backward/M/returned.NAME    the gradient that arrives from the loop at a tensor that the model returns
         target/M                    targets of a loss of the loop's own, if they are classes; -1 where none counts
         beside/M/NAME               the part of a parameter's gradient that the loop's own loss gives it directly,
@@ -123,7 +124,8 @@ class Recorder(Updates):
         # The loop's losses that it has gone through so far, with their target classes
         self.arriving: list[tuple[dict[str, Any], torch.Tensor | None]] = []
         # Remove an earlier recording
-        shutil.rmtree(self._rank_folder, ignore_errors=True)
+        for folder in (self._rank_folder, *self.folder.glob(f"stage_*/rank_{self.rank}")):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
         """Count the samples of a step that was over when the recording began.
@@ -204,7 +206,10 @@ class Recorder(Updates):
             )
             return
         if self.removing and not self.micro:
-            parallelism.require_no_pipeline()
+            stage = parallelism.stage()
+            if stage is not None and stage.is_trial:
+                return
+            self.see_stage(stage)
         given = self._arguments_by_name(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -242,8 +247,7 @@ class Recorder(Updates):
         number = len(self.micro)
         if number == 0:
             self.when_complete()
-            # Rank 0 writes them.
-            if self.rank == 0 and not self.surroundings:
+            if self.writes_model and not self.surroundings:
                 self.surroundings = surroundings.describe(self.model)
             named = wrapped.named_parameters(self.model)
             self.frozen = {name: digest_of(param) for name, param in named.items() if not param.requires_grad}
@@ -312,8 +316,21 @@ class Recorder(Updates):
                 about["tensors"].append(name)
                 order = order_of(value)
                 about["orders"] |= {name: order} if order else {}
+                if self.stage is not None and value.requires_grad:
+                    self._see_gradient_once(f"backward/{number}/given.{name}", value)
             else:
                 self._keep_value(number, about, name, value)
+
+    def _see_gradient_once(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep the gradient that arrives at a tensor in this step. A pipeline receives into the same tensors in each step."""
+        step = self.step
+
+        def see(gradient: torch.Tensor) -> None:
+            handle.remove()
+            if self.step == step and self.removing:
+                self._see_module(name, gradient)
+
+        handle = tensor.register_hook(see)
 
     def _keep_value(self, number: int, about: dict[str, Any], name: str, value: Any) -> None:
         """Keep what a call of the model is given beside tensors: a number, a text, an object with its tensors."""

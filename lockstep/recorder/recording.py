@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,28 @@ from lockstep.recorder.recorded_step import (
 )
 
 REMEDY = "record again"
+# The folder of a stage of a pipeline
+STAGE = re.compile(r"stage_\d+")
+
+
+def stages_in(folder: Path) -> list["Recording"]:
+    """Return the recordings of a pipeline's stages in a folder, in their order; [] if the recorded run has no stages.
+
+    Raises UserError if one is missing.
+    """
+    folders = [
+        path for path in folder.glob("stage_*") if STAGE.fullmatch(path.name) and [*path.glob("rank_*")]
+    ]
+    stages = [Recording(path) for path in sorted(folders, key=lambda path: int(path.name[6:]))]
+    number = max((stage.steps[0][0].stages for stage in stages), default=0)
+    missing = {*range(number)} - {stage.steps[0][0].stage for stage in stages}
+    if missing:
+        raise UserError(
+            f"{folder}: stage {min(missing)} of {number} of the pipeline recorded no step; {REMEDY}"
+        )
+    if len({len(stage.steps) for stage in stages}) > 1:
+        raise UserError(f"{folder}: the stages of the pipeline recorded different numbers of steps; {REMEDY}")
+    return stages
 
 
 class Recording:
@@ -59,8 +82,12 @@ class Recording:
             raise UserError(f"{path} is no model of this version's recordings; {REMEDY}")
         self.tree = content["tree"]
         self.origin = validate(Origin, content.get("origin", {}), path, REMEDY)
+        # Those of a stage of a pipeline, which are numbered from 0 here; [] if the run has no stages
+        self.stage_ranks = sorted(int(path.name.removeprefix("rank_")) for path in folder.glob("rank_*"))
+        if not STAGE.fullmatch(folder.name):
+            self.stage_ranks = []
         self.steps: list[dict[int, StepRecord]] = []
-        while (folder / f"rank_0/step_{len(self.steps) + 1}.json").is_file():
+        while self._path(0, len(self.steps) + 1).with_suffix(".json").is_file():
             self.steps.append(self._step(len(self.steps) + 1))
         if not self.steps:
             raise UserError(
@@ -86,7 +113,8 @@ class Recording:
                 raise UserError(
                     f"{path} is missing: rank {rank} of {world_size} did not record step {number}; {why}"
                 )
-            records[rank] = validate(StepRecord, read_json(path), path, REMEDY)
+            record = validate(StepRecord, read_json(path), path, REMEDY)
+            records[rank] = record.numbered(self.stage_ranks) if self.stage_ranks else record
             world_size = records[0].world_size
         return records
 
@@ -96,7 +124,7 @@ class Recording:
         for rank in range(self.steps[0][0].world_size):
             steps: list[RunStep] = []
             for number in itertools.count(1):
-                path = self.folder / f"rank_{rank}" / f"run_{number}.json"
+                path = self._rank_folder(rank) / f"run_{number}.json"
                 if not path.is_file():
                     break
                 steps += validate(RunSteps, read_json(path), path, REMEDY).steps
@@ -107,13 +135,24 @@ class Recording:
         """Return the errors that ended the run, each with its rank, in words."""
         found = []
         for rank in range(self.steps[0][0].world_size):
-            path = self.folder / f"rank_{rank}" / ERROR
+            path = self._rank_folder(rank) / ERROR
             if path.is_file():
                 found.append(f"{validate(RunError, read_json(path), path, REMEDY).error} on rank {rank}")
         return found
 
+    @property
+    def names_of_ranks(self) -> str:
+        """The ranks of a stage, in words. Sentences number them from 0."""
+        numbers = [str(rank) for rank in self.stage_ranks]
+        if len(numbers) == 1:
+            return f"rank {numbers[0]}, here rank 0"
+        return f"ranks {', '.join(numbers)}, here 0 to {len(numbers) - 1}"
+
+    def _rank_folder(self, rank: int) -> Path:
+        return self.folder / f"rank_{self.stage_ranks[rank] if self.stage_ranks else rank}"
+
     def _path(self, rank: int, step: int) -> Path:
-        return self.folder / f"rank_{rank}" / f"step_{step}.safetensors"
+        return self._rank_folder(rank) / f"step_{step}.safetensors"
 
     def build(self) -> torch.nn.Module:
         """Build the recorded model, with its parameters on the meta device."""

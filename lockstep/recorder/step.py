@@ -78,6 +78,7 @@ class StepRecorder:
         self.attributes = {name: value for name, (value, _) in state_of(self.model).items()}
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
+        self.stage: parallelism.Stage | None = None
         # Of the last step: this rank, the number of ranks, and their groups
         self.ranks: dict[str, Any] = {}
         # Whether torch.compile compiled the optimizer's step, and the model
@@ -131,11 +132,24 @@ class StepRecorder:
                 "rank": self.rank,
                 "data_parallel": parallelism.data_parallel(self.model),
                 "groups": parallelism.groups(),
+                "stage": self.stage and self.stage.number,
+                "stages": self.stage.stages if self.stage else 1,
             }
 
     @property
     def _rank_folder(self) -> Path:
         return self.folder / f"rank_{self.rank}"
+
+    @property
+    def writes_model(self) -> bool:
+        """Whether this rank writes the model: rank 0, or all ranks of a stage, as they do not know each other."""
+        return self.rank == 0 or self.stage is not None
+
+    def see_stage(self, stage: parallelism.Stage | None) -> None:
+        """Record into the folder of the pipeline's stage that the model is."""
+        if stage is not None and self.stage is None:
+            self.stage = stage
+            self.folder = self.folder / f"stage_{stage.number}"
 
     def stop(self) -> None:
         """Write a step that is over, and remove the hooks."""
@@ -225,7 +239,7 @@ class StepRecorder:
             micro_batch["zeroed"] = bool(self.first_parameters) and all(
                 number in self.zeroed.get(parameter, ()) for parameter in self.first_parameters
             )
-        if self.rank == 0 and self.step == 1:
+        if self.writes_model and self.step == 1:
             made = {
                 "device": str(next(self.model.parameters()).device),
                 "seed": str(torch.initial_seed()),

@@ -1,9 +1,11 @@
 """The steps of a recording as tasks: one after the other, in processes of this machine, or in a Ray cluster. All find the same."""
 
 import gc
+import itertools
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,6 +18,7 @@ from lockstep.ground.errors import UserError
 from lockstep.plan.resources import free_bytes
 from lockstep.recorded import step
 from lockstep.recorded.cut_by_code import CutByCode
+from lockstep.recorded.other_stages import OtherStages
 from lockstep.recorder import process_group, surroundings
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import gpu_kernels
@@ -32,10 +35,11 @@ class Task:
     expect: str | None
     loss: str | None  # FILE.py:NAME
     memory: float | None  # bytes; None, for Ray: half of what is free where it is judged
+    others: OtherStages | None
 
     def judge(self, recording: Recording) -> StepVerdict:
         loss = user_file.load(self.loss, "--loss") if self.loss else None
-        verdict = step.judge(recording, self.step, self.expect, loss, self.memory)
+        verdict = step.judge(recording, self.step, self.expect, loss, self.memory, self.others)
         gc.collect()  # models and their hooks hold each other, and the next step needs the memory
         return verdict
 
@@ -61,8 +65,10 @@ def judge(
     workers: int,
     *,
     ray: bool,
+    others: Sequence[OtherStages | None] = (),
 ) -> list[StepVerdict]:
     """A verdict for every step. `expect`, `loss` and `memory` are those of a Task; `memory` is that of all `workers` together.
+    `others` has an entry for each step of a stage of a pipeline.
 
     Raises UserError for what cannot be judged.
     """
@@ -78,7 +84,10 @@ def judge(
     whole = recording.model_folder.absolute()
     other = None if whole == folder else whole
     loss = loss and user_file.absolute(loss)
-    tasks = [Task(folder, other, step, expect, loss, memory) for step in steps]
+    tasks = [
+        Task(folder, other, step, expect, loss, memory, of_step)
+        for step, of_step in itertools.zip_longest(steps, others)
+    ]
     if ray:
         # The memory that a task may use is half of what is free.
         verdicts = _over_ray(tasks, 2 * step.bytes_to_judge(recording))

@@ -4,8 +4,6 @@ Stages are torch's (`torch.distributed.pipelining`), made by hand. lockstep/plan
 model of transformers without the layers of other ranks, so that parameters and modules keep their names.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,7 +34,7 @@ class Stage(torch.nn.Module):
         model: "PreTrainedModel",
         units: list[str | int],
         share: float,
-        autocast: Callable[[], AbstractContextManager],
+        autocast: bool,
         apart: bool,
     ):
         super().__init__()
@@ -66,7 +64,7 @@ class Stage(torch.nn.Module):
 
         `labels` are already shifted, `position_ids` (b, S) the positions in the sequence or, if documents are `apart`, in its documents.
         """
-        with self.autocast():
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             if self.embedding is not None:
                 x = self.embedding(x)
             if self.numbers:
@@ -130,7 +128,7 @@ class Pipeline:
         schedule: str,
         micro: int,
         share: float,
-        autocast: Callable[[], AbstractContextManager],
+        autocast: bool,
         apart: bool = False,
     ):
         self.name, self.micro = schedule, micro

@@ -19,6 +19,7 @@ from lockstep.dumps.step_file import step_path
 from lockstep.inputs.model import build_model, causal_lm_loss
 from lockstep.inputs.modules import to_dtype
 from lockstep.inputs.samples import IGNORED
+from lockstep.recorder.complex_numbers import in_width
 from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factors
@@ -53,6 +54,7 @@ class Forced(Passes):
     def __init__(self, model: torch.nn.Module, dump: Dump, *, exact: bool):
         super().__init__(model)
         self.model, self.exact, layout = model, exact, dump.layout
+        self.in_float32 = dump.run["config"]["precision"] == "fp32" and not exact
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
         self.on_gpu = dump.run["config"]["device"] == "cuda" and not exact
         self.version = dump.run["versions"]["torch"]
@@ -96,6 +98,9 @@ class Forced(Passes):
         The loss is a mean over the micro batch's tokens, or a sum divided by `num_labels`.
         """
         self.written, self.modules = micro.written, {}
+        # Where float32 is what was asked for, the weights cannot be multiplied with what a run computed in 16 bits all the same.
+        if self.in_float32:
+            self.written = {name: in_width(x, torch.float32) for name, x in micro.written.items()}
         mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
         arithmetic = as_on_a_gpu([], self.version) if self.on_gpu else contextlib.nullcontext()

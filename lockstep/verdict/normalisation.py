@@ -265,7 +265,7 @@ class Named:
 def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting]) -> Named:
     """Return the candidate that is nearest to measured weights, up to a factor, which is that of all tokens together.
 
-    `weights[i]` is that of the sum over the tokens of micro batch i.
+    Of several that are as near, the one whose factor is nearest to 1. `weights[i]` is that of the sum over the tokens of micro batch i.
     """
     n = torch.tensor(tokens, dtype=torch.float64)
     named_weightings = []
@@ -273,7 +273,7 @@ def nearest(weights: torch.Tensor, tokens: list[int], candidates: list[Weighting
         factor = float((weights * n).sum() / (candidate.weights * n).sum())
         distance = (weights * n - factor * candidate.weights * n).norm() / (weights * n).norm()
         named_weightings.append(Named(candidate, factor, float(distance)))
-    return min(named_weightings, key=lambda named: named.off)
+    return min(named_weightings, key=lambda named: (round(named.off, 9), round(abs(named.factor - 1), 3)))
 
 
 def may_be_written(factor: float, tolerance: float) -> bool:

@@ -55,6 +55,8 @@ class StepVerdict:
     unjudged: list[str] = field(default_factory=list)  # what is not judged, such as a loss or an optimizer
     tolerated_weights: float = 0.0  # relative error that is tolerated of the micro batches' weights
     rows: list[Judgement] = field(default_factory=list)
+    # By (rank, number) of a micro batch: the weight that the gradient should have which follows from what arrives at its outputs
+    weights: dict[tuple[int, int], float] = field(default_factory=dict)
     # For each micro batch and rank: the run's loss, the reference's, what is tolerated of their difference
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     # Output that is put together from shards -> rank -> (start, shape) of its shard; {} where several groups of ranks have shards of it

@@ -57,12 +57,9 @@ def test_padding_is_no_piece():
     assert pieces.find([left, left]) is None
 
 
-def test_a_stage_of_a_pipeline_is_refused(tmp_path):
+def test_a_rank_with_several_stages_of_a_pipeline_is_refused(tmp_path):
     run_ranks(1, "recorded_loops:pipeline", tmp_path)
-    assert (
-        "is a stage of a pipeline, called by torch.distributed.pipelining.stage"
-        in (tmp_path / "said_0").read_text()
-    )
+    assert "the rank has several stages of a pipeline" in (tmp_path / "said_0").read_text()
 
 
 def test_one_position_for_each_sample_is_none_of_a_piece():

@@ -1,0 +1,160 @@
+"""Pipelines of torch are judged stage by stage, and what a stage hands on is what the next one is called with."""
+
+import shutil
+
+import pytest
+from stacks import changed, require_recorded, row, run_all
+
+from lockstep import judge
+
+STEP = "        optimizer.step()\n"
+BUILT = "    stage = PipelineStage("
+TRANSPORT = """    dist.init_process_group("gloo")
+    real, sends = dist.P2POp, dist.get_rank() == SENDER
+    dist.P2POp = lambda op, x, *more: real(op, 1.001 * x.detach() if sends and op is dist.isend and x.ndim == 3 else x, *more)
+"""
+INIT = '    dist.init_process_group("gloo")\n'
+TIED = {
+    "        self.blocks =": "        head.weight = embedding.weight\n        self.blocks =",
+    "        if options.max_norm:": "        dist.all_reduce((net.head if number else net.embedding).weight.grad)\n        if options.max_norm:",
+}
+TOKENS = "the gradient is that of the mean over all tokens of the global batch"
+# Name -> (ranks, arguments, {text of the example: what stands there instead}, what the last line begins with, what is said)
+PIPELINES = {
+    "gpipe": (2, "--schedule gpipe", {}, "PASS: 2 stages; 2 steps", TOKENS),
+    "autocast": (4, "--strategy ddp --autocast", {}, "PASS: 2 stages; 2 steps", TOKENS),
+    "fsdp clipped": (
+        4,
+        "--strategy fsdp --max_norm 0.1",
+        {},
+        "PASS: 2 stages; 2 steps",
+        f"{TOKENS}, clipped from a norm of ",
+    ),
+    "a loss of its own": (
+        2,
+        "",
+        {
+            "F.cross_entropy(logits.flatten(0, 1), targets.flatten())": "(logits.exp() - targets[..., None]).abs().mean()"
+        },
+        "PASS: 2 stages; 2 steps; the loss itself is not judged",
+        "averaged over the ranks and the micro batches",
+    ),
+    "not divided": (
+        2,
+        "",
+        {"MICRO, loss_fn": "MICRO, scale_grads=False, loss_fn"},
+        "FAIL: stage 1: step 1: the gradient is 4 times that of the mean over all tokens",
+        "which is the micro batches of a rank",
+    ),
+    "one stage not divided": (
+        2,
+        "",
+        {
+            STEP: "        for x in net.parameters() if stage.is_first else ():\n            x.grad *= 4\n"
+            + STEP
+        },
+        "FAIL: stage 0: step 1: the gradient is 4 times that of what follows from the gradients of the next stage",
+        TOKENS,
+    ),
+    "norm of a stage": (
+        2,
+        "--max_norm 0.1",
+        {'dist.all_reduce(square, group=mesh["pp"].get_group())': "pass"},
+        "FAIL: stage 0: step 1: the gradient was clipped by a norm of ",
+        "times that of the reference's gradient",
+    ),
+    "not reduced": (
+        4,
+        "",
+        {},
+        "FAIL: stage 0: step 1: gradients differ between ranks that hold the same: blocks.0.qkv.weight on rank 1",
+        "they were not reduced over ranks 0 and 1",
+    ),
+    "a wrong module": (
+        2,
+        "",
+        {
+            BUILT: "    if number:\n        net.blocks[1].up.register_forward_hook(lambda _, __, out: 1.01 * out)\n"
+            + BUILT
+        },
+        "FAIL: stage 1: step 1: forward/blocks.1.up (micro batch ",
+        "it is 1.01 times the reference's",
+    ),
+    "outputs changed on their way": (
+        2,
+        "",
+        {INIT: TRANSPORT.replace("SENDER", "0")},
+        "FAIL: stage 1: step 1: in micro batch 0 of rank 0, what this stage is called with as x is not what the stage before returned",
+        "off by 1.0e-03",
+    ),
+    "gradients changed on their way": (
+        2,
+        "",
+        {INIT: TRANSPORT.replace("SENDER", "1")},
+        "FAIL: stage 1: step 1: in micro batch 0 of rank 0, what arrives at x in the stage before is not the gradient that this stage has there",
+        "off by 1.0e-03",
+    ),
+    "tied weights": (
+        2,
+        "--max_norm 0.1",
+        {
+            **TIED,
+            "in net.parameters()])": "in net.parameters() if not (number and parameter is net.head.weight)])",
+        },
+        "PASS: 2 stages; 2 steps; the gradient of head.weight, which another stage has, too, is not judged",
+        TOKENS,
+    ),
+    "tied weights in the norm twice": (
+        2,
+        "--max_norm 0.1",
+        TIED,
+        "FAIL: stage 0: step 1: the gradient was clipped by a norm of ",
+        "times that of the reference's gradient",
+    ),
+    "other learning rates": (
+        2,
+        "",
+        {"lr=1e-3": "lr=1e-3 * (1 + number)"},
+        "FAIL: stage 1: step 1: the largest learning rate is 0.002 in this stage, and 0.001 in the stage before",
+        TOKENS,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(new_folder):
+    """The folder with the recordings of all rows."""
+    folder = new_folder("pipelines")
+    rows = [
+        row(folder, name, ranks, changed(folder / name, "pipeline.py", changes), arguments)
+        for name, (ranks, arguments, changes, *_) in PIPELINES.items()
+    ]
+    run_all(folder, rows)
+    return folder
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline(runs, name, capsys):
+    require_recorded(runs / name)
+    *_, verdict, says = PIPELINES[name]
+    status = judge.main([str(runs / name / "run")])
+    said = capsys.readouterr().out
+    assert status == int(verdict.startswith("FAIL")), said
+    assert said.splitlines()[-1].startswith(verdict) and says in said, said
+
+
+@pytest.mark.parametrize(
+    "missing, options, said",
+    [
+        ("stage_0", [], "stage 0 of 2 of the pipeline recorded no step; record again"),
+        ("stage_1/rank_1/step_2.json", [], "the stages of the pipeline recorded different numbers of steps"),
+        ("", ["--against", "RUN"], "the recorded run is a pipeline, whose stages are judged by themselves"),
+    ],
+)
+def test_what_cannot_be_judged_of_a_pipeline(runs, tmp_path, capsys, missing, options, said):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "gpipe" / "run", run)
+    if missing:
+        (shutil.rmtree if (run / missing).is_dir() else lambda path: path.unlink())(run / missing)
+    assert judge.main([str(run), *(option.replace("RUN", str(run)) for option in options)]) == 2
+    assert said in capsys.readouterr().err
