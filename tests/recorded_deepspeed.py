@@ -7,6 +7,7 @@ import torch
 from recorded_loops import MICRO, SIZE, STEPS, batch, model
 
 import lockstep
+from lockstep.ground.errors import UserError
 
 
 def loop(folder, argument):
@@ -40,6 +41,16 @@ def loop(folder, argument):
         for number in range(STEPS * MICRO):
             engine.backward(engine(**batch(number)).loss)
             engine.step()
+            if argument.get("bug") == "schedule" and engine.is_gradient_accumulation_boundary():
+                engine.lr_scheduler.step()
+
+
+def refused(folder, argument):
+    """A loop that cannot be recorded."""
+    try:
+        loop(folder, argument)
+    except UserError as error:
+        (folder / "said").write_text(str(error))
 
 
 def made(net, settings, argument):
@@ -50,6 +61,9 @@ def made(net, settings, argument):
     matrices = [one for one in net.parameters() if one.ndim > 1]
     others = [one for one in net.parameters() if one.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if "scheduler" in argument:
+        settings["scheduler"] = argument["scheduler"]
+        return torch.optim.AdamW(groups, lr=1e-3), None
     name = argument.get("optimizer", "AdamW")
     kind = getattr(record_optimizers, name, None) or getattr(torch.optim, name)
     optimizer = kind(groups, lr=1e-3, **argument.get("options", {}))

@@ -228,8 +228,13 @@ class _Step:
         for result in (*self.free.reference_results, *self.free.yardstick_results):
             result.gradients = {}  # they take the most room
         self._judge_alone(nominal, after_modules)
-        verdict.wrong += self.norm_problems + missing + ranks.update_problems
+        before = len(verdict.wrong)
+        verdict.wrong += missing + ranks.update_problems
         update.judge(self.recording, verdict, weights, gradients, streamed=self.streamed)
+        # A weight that no optimizer holds may be why the norm is another.
+        is_unheld = any(sentence.startswith(update.UNHELD) for sentence in verdict.wrong[before:])
+        place = len(verdict.wrong) if is_unheld else before
+        verdict.wrong[place:place] = self.norm_problems
         self._say_unjudged()
         return verdict
 

@@ -29,6 +29,9 @@ from lockstep.verdict.normalisation import Gradients
 from lockstep.verdict.picture import draw
 from lockstep.verdict.rows import StepVerdict, Wrong
 
+# How a sentence on weights begins that no optimizer updates
+UNHELD = "no optimizer holds "
+
 
 def judge(
     recording: Recording, verdict: StepVerdict, weights: Weights, gradients: Weights, *, streamed: bool
@@ -69,9 +72,7 @@ def judge(
             f"{and_more(sorted(moved & frozen))} requires no gradient, but the update changed it"
         )
     if moved - held:
-        verdict.wrong.append(
-            f"no optimizer holds {and_more(sorted(moved - held))}, but the update changed it"
-        )
+        verdict.wrong.append(f"{UNHELD}{and_more(sorted(moved - held))}, but the update changed it")
     between.judge(recording, verdict)
     for optimizer in optimizers:
         _judge_optimizer(recording, verdict, optimizer, weights, gradients, updated, streamed)
@@ -113,7 +114,7 @@ def _are_of_copies(
         )
         return True
     why = f"; tensors that it holds and that are not the model's, perhaps from before it was wrapped: {strangers}"
-    message = f"no optimizer holds {and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
+    message = f"{UNHELD}{and_more(unheld)}, with a gradient{' each' * (len(unheld) > 1)}"
     verdict.wrong.append(Wrong(message, why if strangers else ""))
     return False
 

@@ -68,6 +68,9 @@ def judge(
     whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
     samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
     samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
+    if not shared_inputs and len(recordings) > 1 and not with_replacement:
+        before = sum(min(map(len, recording.whole_run())) for recording in recordings[:-1])
+        _judge_resumed(verdict, samples, before)
     if not shared_inputs:
         _judge_division(verdict, samples, len(cut[0]) if cut else 1)
         _judge_given(verdict, ranks, cut)
@@ -170,6 +173,22 @@ def _judge_division(verdict: RunVerdict, ranks: list[list[RunStep]], pieces: int
     if len(replicas) == 1 and not replicas <= {len(ranks), len(ranks) * pieces}:
         verdict.wrong.append(
             f"a DistributedSampler divides the samples among {max(replicas)}, and {len(ranks)} data-parallel ranks read different ones"
+        )
+
+
+def _judge_resumed(verdict: RunVerdict, ranks: list[list[RunStep]], before: int) -> None:
+    """Judge whether a run that continues another begins with samples that the other has had.
+
+    The other one had `before` steps, and left its first epoch before the end: whole batches are left of it.
+    """
+    earlier = _seen(steps[number] for number in range(before) for steps in ranks)
+    later = _seen(steps[before] for steps in ranks if len(steps) > before)
+    sizes = {size for steps in ranks for step in steps for size in step.data_sets}
+    again = len({*later} & {*earlier})
+    if len(sizes) == 1 and later and len(earlier) + len(later) <= max(sizes) and again > FEW * len(later):
+        verdict.wrong.append(
+            f"the run that this one continues ended after {len(earlier)} of {max(sizes)} samples, and {again} of the first {len(later)} here are among them; "
+            "skip what it has seen, or, where samples are drawn with replacement, say --with-replacement"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.ground.errors import UserError
 from lockstep.recorder import names, wrapped
 from lockstep.recorder.optimizers import clip_by, described
 from lockstep.recorder.patches import replace
@@ -24,7 +25,12 @@ def watch(recorder: Updates) -> bool:
     if "deepspeed" not in sys.modules:
         return False
     from deepspeed.runtime import engine as file
+    from deepspeed.runtime import lr_schedules
 
+    own_schedules = [
+        kind for kind in vars(lr_schedules).values() if isinstance(kind, type) and "step" in vars(kind)
+    ]
+    recorder.whole_run.see_schedules(own_schedules)
     real_step, real_clip = file.DeepSpeedEngine.step, file.clip_grad_norm_
 
     def step(engine: Any, *arguments: Any, **options: Any) -> Any:
@@ -35,6 +41,10 @@ def watch(recorder: Updates) -> bool:
             and not isinstance(engine.optimizer, torch.optim.Optimizer)
         )
         if is_recorded:
+            if getattr(engine.optimizer, "round_robin_gradients", False):
+                raise UserError(
+                    "round_robin_gradients: DeepSpeed's readers take the copies of other parameters then, so nothing can be recorded; leave it out of the recorded run"
+                )
             recorder.engine_steps = True
             _see_gradients(recorder, engine)
         result = real_step(engine, *arguments, **options)

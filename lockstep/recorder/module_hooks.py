@@ -158,7 +158,7 @@ class ModuleHooks:
         if self.inside and not torch.compiler.is_compiling():
             self.bare[module_name] = output
 
-    def _see(self, module_name: str, module: torch.nn.Module, _arguments: object, output: object) -> object:
+    def _see(self, module_name: str, module: torch.nn.Module, arguments: tuple, output: object) -> object:
         """Keep what a module returned, and put a hook on its gradient.
 
         Return the output with the tensors that `instead` gives; None if it gives none.
@@ -209,7 +209,10 @@ class ModuleHooks:
             if replacement is not None:
                 self.returned[id(replacement)] = replacement
             self.keep(forward_name, tensor)
-            if tensor.requires_grad:
+            # What a module returns as it was given it, such as nn.Identity, has the gradient of all its uses.
+            is_given = any(tensor is given for given in arguments)
+            is_passed_on = is_given and not getattr(module, "inplace", False)
+            if tensor.requires_grad and not is_passed_on:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.metadata.setdefault(OUTPUT, name)  # type: ignore[attr-defined] # a property to mypy
                 # The hook is on the module's own tensor, not on what replaces it: another output of the module may be

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.ground import user_file
-from lockstep.ground.errors import communicates
+from lockstep.ground.errors import communicates, first_line
 from lockstep.recorder.process_group import NoGroup
 
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -121,7 +121,9 @@ class Definitions:
             self._run(statement)
         except Exception as error:
             if not (isinstance(statement, ASSIGNING) and communicates(error)):
-                raise
+                raise ImportError(
+                    f"line {statement.lineno} of {self.script.path} fails without the training: {type(error).__name__}: {first_line(error)}"
+                ) from error
             vars(self.module).update(dict.fromkeys(_bound(statement), NoGroup()))
 
 

@@ -19,7 +19,7 @@ A step has:
     orders             the epochs that shuffling DistributedSamplers are told
     sources            for each micro batch, the number of the sampler that it is of
     with_replacement   whether a RandomSampler draws with replacement
-    cut                how often a loader begins anew after this step before it was at its end
+    cut                how often a loader begins anew after this step before it has given all samples
     evaluated          how many calls in evaluation mode were trained on
 
 Hashes are made on the model's device, and fetched for many steps at once.
@@ -36,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
@@ -100,7 +101,7 @@ class Loaders:
     def _see_data(self, loader: Any) -> None:
         """Note that a loader begins to give batches, and the size of its data set."""
         loader_id = id(loader._index_sampler)
-        self.cut += loader_id in self.unfinished & self.trained
+        self.cut += loader_id in self.trained and (loader_id in self.unfinished or _drops_samples(loader))
         self.unfinished.discard(loader_id)
         # An iterable data set has no length.
         with contextlib.suppress(TypeError):
@@ -150,7 +151,8 @@ class Loaders:
 
     def see_call(self) -> None:
         """Note that the model is called with what was fetched last."""
-        self.with_replacement |= isinstance(self.source, RandomSampler) and self.source.replacement
+        is_random = isinstance(self.source, (RandomSampler, WeightedRandomSampler))
+        self.with_replacement |= is_random and self.source.replacement
         is_distributed = isinstance(self.source, DistributedSampler)
         self.sources.append(self.samplers.get(self.source, -1) if is_distributed else -1)
         # The model may be called next with what is of no loader.
@@ -190,8 +192,8 @@ class WholeRun:
         self.removing: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_update).remove,
             register_optimizer_step_post_hook(self._after_update).remove,
-            *(see_calls(kind, "step", self._see_schedule) for kind in _schedules()),
         ]
+        self.see_schedules(_schedules())
         self.loaders = loaders or Loaders()
         if loaders is None:
             self.removing.append(self.loaders.close)
@@ -316,6 +318,10 @@ class WholeRun:
         # Some libraries step once before the first call, so that the optimizer allocates its memory.
         self.updating, self.stepped = False, self.called
 
+    def see_schedules(self, classes: list[type]) -> None:
+        """Watch schedules of a library, too."""
+        self.removing += [see_calls(kind, "step", self._see_schedule) for kind in classes]
+
     def _see_schedule(self, schedule: object, *_: object) -> None:
         caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
         # torch steps a schedule once when it is made.
@@ -346,6 +352,19 @@ class WholeRun:
         if self.stepped:
             self._end_step()
         self.write()
+
+
+def _drops_samples(loader: Any) -> bool:
+    """Whether a loader leaves out the samples that fill no batch at the end of an epoch, which other epochs have."""
+    batches = loader.batch_sampler
+    drops = any(getattr(owner, "drop_last", False) for owner in (loader, batches, loader.sampler))
+    size = getattr(batches, "batch_size", None) or loader.batch_size or 1
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    try:
+        return drops and len(loader.dataset) % (size * ranks) != 0
+    # An iterable data set has no length.
+    except TypeError:
+        return False
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -13,6 +13,11 @@ OWN = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 L2 = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 MOMENTUM = {"optimizer": "SGD", "options": {"momentum": 0.9}}
+# Of DeepSpeed's own
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3, "warmup_num_steps": 2},
+}
 RIGHT = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -22,6 +27,7 @@ RIGHT = {
     "stage 3, sgd": {"stage": 3, **MOMENTUM},
     "stage 2, lion": {"stage": 2, "optimizer": "Lion"},
     "stage 3, lion": {"stage": 3, "optimizer": "Lion"},
+    "stage 1, its own schedule": {"stage": 1, "scheduler": SCHEDULE},
     "stage 1, bf16": {"stage": 1, "bf16": True},
     "stage 3, bf16": {"stage": 3, "bf16": True},
 }
@@ -55,6 +61,7 @@ WRONG = {
     "partial norm": (2, PARTIAL),
     "partial norm, stage 3": (3, PARTIAL),
     "clipped otherwise": (2, f"step 1: 52 of 52 of what the optimizer keeps {OF_ADAMW}"),
+    "schedule": (1, "the schedule of the learning rate is stepped 2 times in a step"),
 }
 
 
@@ -66,7 +73,10 @@ def runs(new_folder, request):
     cases |= {"copies": {"stage": 0, "bf16": True}}
     cases |= {name: {"stage": stage, "bug": name.partition(",")[0]} for name, (stage, _) in WRONG.items()}
     cases["norm of pieces"]["optimizer"] = "Lamb"
-    groups = [(2, "recorded_deepspeed:loop", folder / name, one) for name, one in cases.items()]
+    cases["schedule"]["scheduler"] = SCHEDULE
+    round_robin = {"stage": 1, "zero": {"round_robin_gradients": True}}
+    groups = [(2, "recorded_deepspeed:refused", folder / "round robin", round_robin)]
+    groups += [(2, "recorded_deepspeed:loop", folder / name, one) for name, one in cases.items()]
     run_groups(groups, timeout=900 if compiled else 240)
     return folder
 
@@ -102,6 +112,10 @@ def test_copies_that_no_reader_knows_are_not_judged(runs, capsys):
     assert last.startswith("PASS: 2 steps;"), said
     assert "; the update of FP16_UnfusedOptimizer is not judged: of DeepSpeed's own" in last, said
     assert "whole run: 3 steps" in said  # its constructor steps, too
+
+
+def test_readers_that_take_other_parameters_are_not_called(runs):
+    assert (runs / "round robin" / "said").read_text().startswith("round_robin_gradients: ")
 
 
 @pytest.mark.parametrize("name", WRONG)

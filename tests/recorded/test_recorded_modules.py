@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+import lockstep
 from lockstep import judge, record
 from lockstep.ground.blocks import blocks
 from lockstep.recorded import step
@@ -508,3 +509,17 @@ def test_a_loss_that_is_returned_with_its_parts_and_theirs(tmp_path, capsys, mor
     assert record.main(["--output", str(output), str(script)]) == 0
     assert judge.main([str(output)]) == status
     assert said in capsys.readouterr().out
+
+
+def test_a_weight_that_no_optimizer_holds_is_named_before_the_norm_without_it(tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    with lockstep.record(net, tmp_path, steps=1):
+        net(torch.randn(8, 4)).square().mean().backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in net[1].parameters()])
+        torch.nn.utils.clip_grads_with_norm_(net.parameters(), 0.1, norm)
+        optimizer.step()
+    unheld, clipped = step.judge(Recording(tmp_path), 1).wrong
+    assert unheld == "no optimizer holds 0.bias and 0.weight, with a gradient each"
+    assert clipped.startswith("the gradient was clipped by a norm of")

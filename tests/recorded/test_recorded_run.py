@@ -79,6 +79,12 @@ def judged(*recordings, with_replacement=False):
             [Made(epochs(2, size=8, steps=2), data_sets=[DATA])],
             "after 8 different ones, of the 16 that the data set has",
         ),
+        # A run that begins an epoch again which the one before had left, and one that goes on with it
+        (
+            [Made(epochs(1)[:2], data_sets=[DATA])] * 2,
+            "ended after 8 of 16 samples, and 4 of the first 4 here",
+        ),
+        ([Made(epochs(1)[:2], data_sets=[DATA]), Made(epochs(1)[2:], data_sets=[DATA])], ""),
         # Rows of edges, which are no samples
         ([Made(epochs(2, size=8, steps=2), data_sets=[DATA], uneven=True)], ""),
         ([Made(epochs(1), scheduled={"train": 2})], "stepped 2 times in a step, the number of processes"),
@@ -302,6 +308,51 @@ def test_a_whole_run(tmp_path, capsys, fields, status, said):
     assert said in capsys.readouterr().out
     ((*_, last),) = Recording(output).whole_run()
     assert last.data_sets == [] and len(last.samples) == 1
+
+
+class Halves(torch.utils.data.Sampler):
+    """Gives half of the samples twice."""
+
+    def __iter__(self):
+        return iter(2 * list(range(24)))
+
+    def __len__(self):
+        return 48
+
+
+@pytest.mark.parametrize(
+    "size, sampler, drop_last, said",
+    [
+        (47, None, True, ""),
+        (48, None, False, ""),
+        (48, torch.utils.data.WeightedRandomSampler(torch.ones(48), 48), False, ""),
+        # Controls
+        (47, Halves(), True, "samples were seen again"),
+        (
+            48,
+            torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 47, replacement=False),
+            False,
+            "samples were seen again",
+        ),
+    ],
+)
+def test_what_loaders_give(tmp_path, size, sampler, drop_last, said):
+    """An epoch that drops samples has others than the one before. What is drawn with replacement comes again at any time."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(size, 4))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, shuffle=sampler is None, sampler=sampler, drop_last=drop_last
+    )
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with lockstep.record(net, tmp_path):
+        for _ in range(3):
+            for (x,) in loader:
+                net(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    wrong = judged(Recording(tmp_path)).wrong
+    assert said in wrong[0] if said else not wrong, wrong
 
 
 @pytest.mark.parametrize("second, different", [(torch.randn, 3), (torch.ones, 1)])

@@ -228,6 +228,13 @@ def test_what_a_script_computes_with_is_what_it_had(tmp_path, capsys):
     capsys.readouterr()
     assert judge.main([str(output)]) == 2
     assert "has no attribute 'Own'" in capsys.readouterr().err
+    # a class that depends on a line which needs the loop
+    broken = AT_THE_TOP.replace("class Own", "if True:\n    fail = None\nfail = 1 / 0\nclass Own").replace(
+        "@ table)", "@ table) + fail"
+    )
+    script.write_text(broken)
+    assert judge.main([str(output)]) == 2
+    assert "fails without the training: ZeroDivisionError" in capsys.readouterr().err
     # a setting that the recording does not have is computed as the script does: here from the command line, which is the judge's
     script.write_text(AT_THE_TOP.replace("arguments", "others"))
     assert judge.main([str(output)]) == 2
