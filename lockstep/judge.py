@@ -28,7 +28,13 @@ from lockstep.recorded import against as recorded_against
 from lockstep.recorded import report as recorded_report
 from lockstep.recorded import whole_run as recorded_run
 from lockstep.recorded.cut_by_code import CutByCode, is_cut
-from lockstep.recorded.other_stages import Weights, handed_on, other_rates, other_stages, shared_parameters
+from lockstep.recorded.other_stages import (
+    Weights,
+    handed_on,
+    judge_whole_run,
+    other_stages,
+    shared_parameters,
+)
 from lockstep.recorder import surroundings
 from lockstep.recorder.recording import Recording, stages_in
 from lockstep.running import judging
@@ -128,11 +134,12 @@ def _judge_pipeline(stages: list[Recording], options: argparse.Namespace) -> int
             "--against and --after: the recorded run is a pipeline, whose stages are judged by themselves; leave them out"
         )
     weights: list[Weights] = [None] * len(stages[0].steps)
+    shared = shared_parameters(stages)
     found: dict[int, str] = {}
     for index in reversed(range(len(stages))):
         print(f"stage {index} of {len(stages)}, on {stages[index].names_of_ranks}:")
         with gpu_kernels.in_place(stages[index].origin.device), surroundings.restored():
-            verdicts, found[index] = _judge_stage(stages, index, weights, options)
+            verdicts, found[index] = _judge_stage(stages, index, shared, weights, options)
         if index == len(stages) - 1:
             weights = [verdict.weights for verdict in verdicts]
     failed = [index for index in sorted(found) if found[index].startswith("FAIL")]
@@ -147,15 +154,15 @@ def _judge_pipeline(stages: list[Recording], options: argparse.Namespace) -> int
 def _judge_stage(
     stages: list[Recording],
     index: int,
+    shared: list[dict[int, str]],
     weights: list[Weights],
     options: argparse.Namespace,
 ) -> tuple[list[StepVerdict], str]:
     """Judge a stage, and print its report but for the verdict. Return the verdicts on its steps, and that on all.
 
-    `weights` are those of the micro batches in the last stage, by step.
+    `shared` are parameters of several stages, `weights` those of the micro batches in the last stage, by step.
     """
     stage, is_last = stages[index], index == len(stages) - 1
-    shared = shared_parameters(stages)
     verdicts = judging.judge(
         stage,
         options.expect if is_last else None,
@@ -179,7 +186,7 @@ def _judge_stage(
         recorded=len(verdicts),
     )
     if index:
-        run_verdict.wrong += other_rates(stages[index - 1], stage)
+        judge_whole_run(run_verdict, stages[index - 1], stage)
     page.write(stage, verdicts, run_verdict)
     return verdicts, recorded_report.write(verdicts, run_verdict, stage.folder)
 

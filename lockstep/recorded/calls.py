@@ -22,7 +22,7 @@ class Calls:
     def judge_launch(self) -> None:
         """Judge whether several processes were started that make no process group."""
         first = self.ranks[0]
-        if first.launched > first.world_size == 1:
+        if first.stage is None and first.launched > first.world_size == 1:
             self.verdict.wrong.append(
                 f"{first.launched} processes were started, and the script made no process group (torch.distributed.init_process_group): each trains by itself"
             )

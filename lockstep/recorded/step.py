@@ -393,6 +393,10 @@ class _Step:
         if not shared:
             return {}
         self.gradients = Lazy((name for name in every if name not in shared), lambda name: every[name])
+        if not self.gradients:
+            raise UserError(
+                f"{self.recording.folder}: another stage has all weights of this one, too, which cannot be judged"
+            )
         self.verdict.leave(f"the gradient of {and_more(shared)}, which another stage has, too, is not judged")
         return {name: float(every[name].double().norm()) for name in shared if name in every}
 

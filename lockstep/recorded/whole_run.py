@@ -1,5 +1,6 @@
 """Judge a whole recorded run: which samples its ranks saw, and its learning rates."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -54,36 +55,54 @@ def judge(
     if len({len(run) for run in runs}) > 1:
         raise UserError("the recordings have different numbers of ranks; judge each by itself")
     ranks = [[step for run in runs for step in run[rank]] for rank in range(len(runs[0]))]
-    if not cut:
-        ranks = _without_padding(ranks)
     if views:
         ranks = [[_without_views(step) for step in steps] for steps in ranks]
     with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
     verdict = RunVerdict(min(len(steps) for steps in ranks))
+    if not shared_inputs:
+        before = sum(min(map(len, recording.whole_run())) for recording in recordings[:-1])
+        judge_samples = functools.partial(
+            _judge_all_samples, before=before, cut=cut, with_replacement=with_replacement
+        )
+        judge_samples(verdict, ranks)
+        # Padding may have made several samples of one.
+        joined = _without_padding(ranks) if verdict.wrong and not cut else ranks
+        if joined is not ranks:
+            verdict = RunVerdict(verdict.steps)
+            judge_samples(verdict, joined)
     verdict.ended = next((error for recording in recordings for error in recording.errors()), "")
     if not verdict.steps:
         verdict.notes.append("the program was killed before the last step that it was to record: not judged")
-    # The first rank of a group that has pieces stands for the group, and has the whole samples.
-    others = {rank for group in cut for rank in group[1:]}
-    whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
-    samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
-    samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
-    if not shared_inputs and len(recordings) > 1 and not with_replacement:
-        before = sum(min(map(len, recording.whole_run())) for recording in recordings[:-1])
-        _judge_resumed(verdict, samples, before)
-    if not shared_inputs:
-        _judge_division(verdict, samples, len(cut[0]) if cut else 1)
-        _judge_given(verdict, ranks, cut)
-        _judge_samples(verdict, samples, with_replacement=with_replacement)
-        if not with_replacement:
-            _judge_overlap(verdict, samples)
-        _judge_order(verdict, samples)
-        _judge_epochs(verdict, ranks)
     _judge_micro_batches(verdict, ranks[0], recorded)
     _judge_mode(verdict, ranks[0])
     _judge_rates(verdict, ranks[0], len(ranks))
     _judge_ranks_rates(verdict, ranks)
     return verdict
+
+
+def _judge_all_samples(
+    verdict: RunVerdict,
+    ranks: list[list[RunStep]],
+    *,
+    before: int,
+    cut: Sequence[tuple[int, ...]],
+    with_replacement: bool,
+) -> None:
+    """Judge which samples the ranks saw. `before` is the number of steps of the run that this one continues."""
+    # The first rank of a group that has pieces stands for the group, and has the whole samples.
+    others = {rank for group in cut for rank in group[1:]}
+    whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
+    samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
+    samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
+    if before and not with_replacement:
+        _judge_resumed(verdict, samples, before)
+    _judge_division(verdict, samples, len(cut[0]) if cut else 1)
+    _judge_given(verdict, ranks, cut)
+    _judge_samples(verdict, samples, with_replacement=with_replacement)
+    if not with_replacement:
+        _judge_overlap(verdict, samples)
+    _judge_order(verdict, samples)
+    _judge_epochs(verdict, ranks)
 
 
 def _without_padding(ranks: list[list[RunStep]]) -> list[list[RunStep]]:
@@ -185,7 +204,9 @@ def _judge_resumed(verdict: RunVerdict, ranks: list[list[RunStep]], before: int)
     later = _seen(steps[before] for steps in ranks if len(steps) > before)
     sizes = {size for steps in ranks for step in steps for size in step.data_sets}
     again = len({*later} & {*earlier})
-    if len(sizes) == 1 and later and len(earlier) + len(later) <= max(sizes) and again > FEW * len(later):
+    # A step of either run
+    largest = max(len(later), len(earlier) // before)
+    if len(sizes) == 1 and later and len(earlier) + largest <= max(sizes) and again > FEW * len(later):
         verdict.wrong.append(
             f"the run that this one continues ended after {len(earlier)} of {max(sizes)} samples, and {again} of the first {len(later)} here are among them; "
             "skip what it has seen, or, where samples are drawn with replacement, say --with-replacement"

@@ -217,7 +217,8 @@ class StepRecord(Strict):
         return self.model_copy(
             update={
                 "world_size": len(ranks),
-                "launched": len(ranks),
+                # So many the run has in all
+                "launched": self.world_size,
                 "rank": ranks.index(self.rank),
                 "data_parallel": renumbered(self.data_parallel),
                 "groups": [renumbered(group) for group in self.groups],

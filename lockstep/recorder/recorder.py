@@ -7,7 +7,7 @@
     RUN/rank_R/step_S.safetensors   the tensors of step S: this rank's shards. The JSON has their places in the whole
 
         batch/M/KEYWORD             what the model was called with in micro batch M
-        forward/M/returned.NAME     a tensor that the model returns and that no module returned
+        forward/M/returned.NAME     a tensor that the model returns and that no module returned; of a stage: any
         backward/M/given.NAME       in a stage of a pipeline: the gradient at what the stage before returned
         backward/M/returned.NAME    the gradient that arrives from the loop at a tensor that the model returns
         target/M                    targets of a loss of the loop's own, if they are classes; -1 where none counts
@@ -124,8 +124,7 @@ class Recorder(Updates):
         # The loop's losses that it has gone through so far, with their target classes
         self.arriving: list[tuple[dict[str, Any], torch.Tensor | None]] = []
         # Remove an earlier recording
-        for folder in (self._rank_folder, *self.folder.glob(f"stage_*/rank_{self.rank}")):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._rank_folder, ignore_errors=True)
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
         """Count the samples of a step that was over when the recording began.
@@ -205,7 +204,7 @@ class Recorder(Updates):
                 "the model is called inside of torch.func, such as vmap, where tensors have no values yet"
             )
             return
-        if self.removing and not self.micro:
+        if self.stage is not None or (self.removing and not self.micro):
             stage = parallelism.stage()
             if stage is not None and stage.is_trial:
                 return
@@ -428,7 +427,8 @@ class Recorder(Updates):
                 return tensor
             value = float(tensor.detach()) if tensor is loss else None
             is_new = tensor.ndim and id(tensor) not in output_ids and ":" not in name
-            if is_new and fnmatchcase("returned", self.modules):
+            # A stage hands it on, whatever modules returned it.
+            if (is_new and fnmatchcase("returned", self.modules)) or (self.stage is not None and tensor.ndim):
                 self._see_module(f"forward/{number}/returned.{name}", tensor)
             if not tensor.requires_grad:
                 return tensor

@@ -36,21 +36,40 @@ STAGE = re.compile(r"stage_\d+")
 def stages_in(folder: Path) -> list["Recording"]:
     """Return the recordings of a pipeline's stages in a folder, in their order; [] if the recorded run has no stages.
 
-    Raises UserError if one is missing.
+    Raises UserError if a stage, or a rank of one, is missing.
     """
-    folders = [
-        path for path in folder.glob("stage_*") if STAGE.fullmatch(path.name) and [*path.glob("rank_*")]
-    ]
-    stages = [Recording(path) for path in sorted(folders, key=lambda path: int(path.name[6:]))]
-    number = max((stage.steps[0][0].stages for stage in stages), default=0)
-    missing = {*range(number)} - {stage.steps[0][0].stage for stage in stages}
-    if missing:
-        raise UserError(
-            f"{folder}: stage {min(missing)} of {number} of the pipeline recorded no step; {REMEDY}"
-        )
+    # An earlier run into the same folder may have had stages.
+    if (folder / "rank_0").is_dir():
+        return []
+    if not [*folder.glob("stage_*/rank_*")]:
+        return []
+    stages: list[Recording] = []
+    while not stages or len(stages) < stages[0].steps[0][0].stages:
+        path = folder / f"stage_{len(stages)}"
+        if not ranks_in(path):
+            raise UserError(f"{path}: this stage of the pipeline recorded no step; {REMEDY}")
+        stages.append(Recording(path))
     if len({len(stage.steps) for stage in stages}) > 1:
         raise UserError(f"{folder}: the stages of the pipeline recorded different numbers of steps; {REMEDY}")
+    ranks = range(stages[0].steps[0][0].launched)
+    absent = {*ranks} - {rank for stage in stages for rank in stage.stage_ranks}
+    if absent:
+        raise UserError(f"{folder}: rank {min(absent)} of {len(ranks)} recorded no step of a stage; {REMEDY}")
     return stages
+
+
+def ranks_in(stage: Path) -> list[int]:
+    """Return the ranks of a pipeline's stage that recorded its first step.
+
+    An earlier run of more ranks into the same folder may have left some, too.
+    """
+    ranks = {int(path.name[5:]): path / "step_1.json" for path in stage.glob("rank_*")}
+    sizes = {
+        rank: validate(StepRecord, read_json(path), path, REMEDY).world_size
+        for rank, path in ranks.items()
+        if path.is_file()
+    }
+    return sorted(rank for rank in sizes if rank < sizes[min(sizes)])
 
 
 class Recording:
@@ -83,9 +102,7 @@ class Recording:
         self.tree = content["tree"]
         self.origin = validate(Origin, content.get("origin", {}), path, REMEDY)
         # Those of a stage of a pipeline, which are numbered from 0 here; [] if the run has no stages
-        self.stage_ranks = sorted(int(path.name.removeprefix("rank_")) for path in folder.glob("rank_*"))
-        if not STAGE.fullmatch(folder.name):
-            self.stage_ranks = []
+        self.stage_ranks = ranks_in(folder) if STAGE.fullmatch(folder.name) else []
         self.steps: list[dict[int, StepRecord]] = []
         while self._path(0, len(self.steps) + 1).with_suffix(".json").is_file():
             self.steps.append(self._step(len(self.steps) + 1))

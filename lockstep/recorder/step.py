@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,9 @@ class StepRecorder:
     def see_stage(self, stage: parallelism.Stage | None) -> None:
         """Record into the folder of the pipeline's stage that the model is."""
         if stage is not None and self.stage is None:
+            # Remove an earlier recording
+            for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
+                shutil.rmtree(earlier, ignore_errors=True)
             self.stage = stage
             self.folder = self.folder / f"stage_{stage.number}"
 

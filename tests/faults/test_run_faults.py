@@ -22,6 +22,7 @@ SAMPLE = {
     "no_dp_reduction": "right",
     "tp_peers_read_different_samples": "right",
     "gradients_reduced_in_bfloat16": "right",
+    "autocast_in_one_strategy_only": "right",
     "norm_gradients_times_tp": "right",
     "summed_instead_of_averaged": "right",
     "first_bucket_not_reduced": "right",  # of ZeRO

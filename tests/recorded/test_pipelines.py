@@ -115,7 +115,28 @@ PIPELINES = {
         2,
         "",
         {"lr=1e-3": "lr=1e-3 * (1 + number)"},
-        "FAIL: stage 1: step 1: the largest learning rate is 0.002 in this stage, and 0.001 in the stage before",
+        "PASS: 2 stages; 2 steps",
+        "note: the largest learning rate is 0.002 in this stage, and 0.001 in the stage before",
+    ),
+    "a schedule of one stage": (
+        2,
+        "",
+        {STEP: STEP + "        optimizer.param_groups[0]['lr'] *= 0.5 if number else 1.0\n"},
+        "FAIL: stage 1: step 2: the learning rate is 0.5 of the largest in this stage, and 1 of it in the stage before",
+        TOKENS,
+    ),
+    "a stage that skips an update": (
+        2,
+        "",
+        {STEP: "        if _ < 2 or number:\n    " + STEP},
+        "FAIL: stage 1: this stage made 3 steps, and the stage before 2",
+        TOKENS,
+    ),
+    "stages with one seed": (
+        2,
+        "--max_norm 0.1",
+        {"blocks[number * share : (number + 1) * share]": "blocks[:share]"},
+        "PASS: 2 stages; 2 steps; which labels the loss has was not seen",
         TOKENS,
     ),
 }
@@ -146,7 +167,8 @@ def test_a_pipeline(runs, name, capsys):
 @pytest.mark.parametrize(
     "missing, options, said",
     [
-        ("stage_0", [], "stage 0 of 2 of the pipeline recorded no step; record again"),
+        ("stage_0", [], "stage_0: this stage of the pipeline recorded no step; record again"),
+        ("stage_1", [], "stage_1: this stage of the pipeline recorded no step; record again"),
         ("stage_1/rank_1/step_2.json", [], "the stages of the pipeline recorded different numbers of steps"),
         ("", ["--against", "RUN"], "the recorded run is a pipeline, whose stages are judged by themselves"),
     ],
@@ -158,3 +180,21 @@ def test_what_cannot_be_judged_of_a_pipeline(runs, tmp_path, capsys, missing, op
         (shutil.rmtree if (run / missing).is_dir() else lambda path: path.unlink())(run / missing)
     assert judge.main([str(run), *(option.replace("RUN", str(run)) for option in options)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_an_earlier_run_left_does_not_count(runs, tmp_path, capsys):
+    """One of more ranks and stages, or one that was no pipeline."""
+    run, earlier = tmp_path / "run", runs / "autocast" / "run"
+    shutil.copytree(runs / "gpipe" / "run", run)
+    shutil.copytree(earlier / "stage_1" / "rank_3", run / "stage_1" / "rank_3")
+    shutil.copytree(earlier / "stage_1", run / "stage_2")
+    assert judge.main([str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS: 2 stages; 2 steps")
+
+
+def test_a_rank_of_a_stage_that_did_not_record(runs, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "autocast" / "run", run)
+    shutil.rmtree(run / "stage_1" / "rank_3")
+    assert judge.main([str(run)]) == 2
+    assert "rank 3 of 4 recorded no step of a stage" in capsys.readouterr().err
