@@ -106,7 +106,8 @@ class FreePass:
         for _, pieces in itertools.groupby(self.micro, key=lambda called: id(called.first)):
             self._judge_samples(list(pieces))
         task.shape_targets(reference.model, self.micro, self.reference_results)
-        if verdict.step == 1:
+        # Only the last stage of a pipeline has a task. Others return hidden states.
+        if verdict.step == 1 and self.recording.steps[0][0].has_loss:
             task.judge(verdict, reference, self.micro, self.reference_results)
         task.judge_replicas(verdict, reference, self.micro)
         far = [row for row in self.modules.rows.values() if row.too_far]

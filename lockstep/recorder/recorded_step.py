@@ -198,6 +198,11 @@ class StepRecord(Strict):
     unchanged: list[Name]  # weights that are what the step before ended with, and written there
     changed: list[Name]  # weights and state that are not what the step before ended with
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is made of what the model returns: all models have it but the stages of a pipeline before the last."""
+        return self.stage is None or self.stage == self.stages - 1
+
     def clipped(self, name: str) -> float:
         """Return the factor that clipping multiplied the recorded gradient of a parameter with."""
         return math.prod(clip.factor for clip in self.clips if clip.has(name) and not clip.later)

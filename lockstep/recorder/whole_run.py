@@ -253,7 +253,12 @@ class WholeRun:
             self.samples.append((whole, self._ends(of_samples, mask)))
 
     def _ends(self, of_samples: list[torch.Tensor], mask: torch.Tensor | None) -> Ends:
-        """Return further hashes of samples that may be padded, if no mask says what is padding; else []."""
+        """Return further hashes of samples that may be padded, if no mask says what is padding; else [].
+
+        Samples that were of one length in many steps are not looked at any longer.
+        """
+        if self.files > 1 and len(self.shapes) < 2:
+            return []
         if any(
             x.ndim > DIMS_OF_SEQUENCES or (mask is not None and mask.shape == x.shape) for x in of_samples
         ):
@@ -334,7 +339,8 @@ class WholeRun:
         for line in self.lines:
             of_micro_batches = line["samples"]
             line["samples"] = [samples.tolist() for samples, _ in of_micro_batches]
-            if len(self.shapes) > 1:
+            # The first file has few steps, whose samples may be of one length by chance.
+            if len(self.shapes) > 1 or self.files == 0:
                 line["ends"] = [
                     [{name: found.tolist() for name, found in of_tensor.items()} for of_tensor in ends]
                     for _, ends in of_micro_batches

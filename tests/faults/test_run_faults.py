@@ -54,7 +54,7 @@ def fp32(new_folder):
 
 def test_every_fault_is_caught_placed_and_named(fp32):
     status, rows = fp32
-    assert status == 0 and len(rows) == 25
+    assert status == 0 and len(rows) == 27
     assert [
         (row["fault"], row["first"], row["causes"])
         for row in rows

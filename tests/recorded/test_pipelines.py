@@ -132,6 +132,17 @@ PIPELINES = {
         "FAIL: stage 1: this stage made 3 steps, and the stage before 2",
         TOKENS,
     ),
+    # What it leaves out has an effect on hidden states, which are no logits
+    "a mask in the first stage": (
+        2,
+        "",
+        {
+            "def forward(self, x):": "def forward(self, x, attention_mask=None):",
+            '{"target": targets} if stage.is_last else {}': '{"target": targets} if stage.is_last else {"attention_mask": (inputs > 20).long()}',
+        },
+        "PASS: 2 stages; 2 steps; which labels the loss has was not seen",
+        TOKENS,
+    ),
     "stages with one seed": (
         2,
         "--max_norm 0.1",
