@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from test_record_stacks import EXAMPLES, TOKENS, environment, require_pass
+from stacks import EXAMPLES, environment
+from test_record_stacks import TOKENS, require_pass
 
 from lockstep import judge
 from lockstep.running.ray_instance import RAY_ENVIRONMENT
