@@ -316,9 +316,8 @@ class LossWeights:
             # The recorded gradients have every divisor of the run but that of averaging over ranks.
             label = "what follows from the gradients at the logits, averaged over the ranks"
             means = [Weighting(RANK_MEAN, label, ones / self.verdict.shares)]
-            if (
-                self.others is not None
-            ):  # torch's pipelines divide by the micro batches, unless they are told not to
+            # torch's pipelines divide by the micro batches, unless they are told not to.
+            if self.others is not None:
                 means.append(Weighting(RANK_MEAN, f"{label} and the micro batches", ones / len(self.micro)))
             if self.verdict.pieces > 1:  # averaged over ranks with pieces of the same samples, too
                 means.append(Weighting(RANK_MEAN, label, ones / self.verdict.shares / self.verdict.pieces))

@@ -383,22 +383,27 @@ class _Step:
         every, alone = self.gradients, [name for name in self.gradients if name not in used]
         if not used or not alone:
             return {}
-        self.gradients = Lazy((name for name in every if name in used), lambda name: every[name])
         self.only_in_loss = [name for name in alone if every[name].any()]
-        return {name: float(every[name].double().norm()) for name in alone}
+        return self._leave_out(alone)
+
+    def _leave_out(self, names: list[str]) -> dict[str, float]:
+        """Leave out the gradients with these names. Returns the norms of those that there are."""
+        every = self.gradients
+        self.gradients = Lazy((name for name in every if name not in names), lambda name: every[name])
+        return {name: float(every[name].double().norm()) for name in names if name in every}
 
     def _leave_shared_out(self) -> dict[str, float]:
         """Leave out the parameters that another stage of the pipeline has, too. Returns the norms of their gradients."""
-        every, shared = self.gradients, sorted(self.others.shared) if self.others else []
+        shared = sorted(self.others.shared) if self.others else []
         if not shared:
             return {}
-        self.gradients = Lazy((name for name in every if name not in shared), lambda name: every[name])
+        norms = self._leave_out(shared)
         if not self.gradients:
             raise UserError(
                 f"{self.recording.folder}: another stage has all weights of this one, too, which cannot be judged"
             )
         self.verdict.leave(f"the gradient of {and_more(shared)}, which another stage has, too, is not judged")
-        return {name: float(every[name].double().norm()) for name in shared if name in every}
+        return norms
 
     def _judge_alone(self, nominal: torch.Tensor | None, after_modules: int) -> None:
         """Judge each module by itself, and say which gradients are too far.

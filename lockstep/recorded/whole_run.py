@@ -60,7 +60,7 @@ def judge(
     with_replacement |= any(step.with_replacement for steps in ranks for step in steps)
     verdict = RunVerdict(min(len(steps) for steps in ranks))
     if not shared_inputs:
-        before = sum(min(map(len, recording.whole_run())) for recording in recordings[:-1])
+        before = sum(min(map(len, run)) for run in runs[:-1])
         judge_samples = functools.partial(
             _judge_all_samples, before=before, cut=cut, with_replacement=with_replacement
         )
