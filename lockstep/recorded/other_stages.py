@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.recorded.whole_run import RunVerdict
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.recording import Recording
 from lockstep.verdict.distance import distance_of
+from lockstep.verdict.rows import RunVerdict
 
 # The relative difference of two learning rates that are one
 SAME = 1e-6

@@ -7,10 +7,9 @@ from pathlib import Path
 from lockstep.ground.errors import printable
 from lockstep.ground.files import write_text
 from lockstep.ground.words import and_more
-from lockstep.recorded.whole_run import RunVerdict
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.report_tables import WRONG, wrong_rows
-from lockstep.verdict.rows import StepVerdict
+from lockstep.verdict.rows import RunVerdict, StepVerdict
 from lockstep.verdict.tensor_report import BY_THEMSELVES, as_text, escaped
 
 SHOWN = 5  # sentences of a step, at most

@@ -1,4 +1,4 @@
-"""What was found of one recorded step: its tensors, each with what is tolerated of it, and sentences about what is wrong."""
+"""What was found of a recorded step: its tensors, each with what is tolerated of it, and sentences about what is wrong; and of the whole run."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -159,6 +159,17 @@ class StepVerdict:
             lambda row: (observed[names[row.name]], reference[names[row.name]]),
         )
         return rows
+
+
+@dataclass
+class RunVerdict:
+    """What was found of a whole recorded run."""
+
+    steps: int
+    samples: int = 0  # seen by all data-parallel ranks together
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ended: str = ""  # the error that the run ended in
 
 
 def described(row: Judgement, alone: Judgement | None) -> str:

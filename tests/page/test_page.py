@@ -21,12 +21,11 @@ from lockstep.page import writing
 from lockstep.page.payload import PICTURES, Page, short
 from lockstep.page.recording import _when
 from lockstep.plan.config import tokens_per_step
-from lockstep.recorded.whole_run import RunVerdict
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import judgement
 from lockstep.verdict.loss_tolerance import floors
 from lockstep.verdict.picture import LEVELS, SIDE, draw
-from lockstep.verdict.rows import StepVerdict, Wrong
+from lockstep.verdict.rows import RunVerdict, StepVerdict, Wrong
 
 WRONG = "gradient/model.layers.1.mlp.gate_proj.weight"
 SHARD = "gradient/model.layers.1.mlp.down_proj.weight"
