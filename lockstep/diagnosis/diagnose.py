@@ -76,8 +76,8 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     run = result.runs[strategy]
     if not run.failures_from_batch:
         return Diagnosis(
-            excluded=[
-                "the computation from the batch on: its errors are those of a correct run, among which this one is too small to be seen"
+            odd=[
+                "only the module by itself shows it; from the batch on, the errors are those of a correct run, among which this one is too small to be seen"
             ]
         )
     case = Case(result, strategy, reference, replays.get(strategy))
@@ -174,10 +174,12 @@ def _excluded(case: Case, stage: str) -> list[str]:
     """Return sentences on what is right: earlier stages, the tensors that the first wrong one is computed from, earlier steps."""
     order = list(STAGES)
     before = order if case.first.startswith("loss of") else order[: order.index(stage)]
+    # Modules by themselves show errors that are too small to be seen from the batch on.
+    wrong_alone = {row.kind for row in case.found.by_themselves if row.step == case.step and row.too_far}
     sentences = []
     for name in before:
         rows = [row for row in case.rows.values() if row.kind in STAGES[name].kinds]
-        if rows and not any(row.too_far for row in rows):
+        if rows and not any(row.too_far or row.kind in wrong_alone for row in rows):
             num_unjudged = sum(not row.judged for row in rows)
             unseen = f" ({num_unjudged} of {len(rows)} tensors too small to judge)" if num_unjudged else ""
             is_blurred = case.options["precision"] != "fp32" and name in BLURRED

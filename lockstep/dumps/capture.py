@@ -453,7 +453,8 @@ def _unlike(first: int, ours: dict[str, tuple], rank: int, theirs: dict[str, tup
         (shape, dtype, _), (other_shape, other_dtype, _) = ours[name], theirs[name]
         if (shape, dtype) != (other_shape, other_dtype):
             return f"{name} is {list(shape)} {dtype} on rank {first}, and {list(other_shape)} {other_dtype} on rank {rank}"
-    return f"rank {rank} has the tensors in another order than rank {first}"
+    here, there = next(pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1])
+    return f"rank {rank} has {there} where rank {first} has {here}: both must compute the same, in one order, and call the model with the same inputs"
 
 
 def _untraced(see: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:

@@ -39,13 +39,13 @@ class Placement:
             share_of_rank = self.mesh.sample_share(self.mesh.rank(self.here))
             # That all of its rows come is checked at the end of the step
             runs[0] = [(share_of_rank * (self.rows // self.mesh.num_sample_shares), local.shape[0])]
-        for dim in range(1, len(full)):
+        for dim in range(1, len(full)) if local.ndim == len(full) else ():
             if local.shape[dim] != _length(runs[dim]) and not cut[Cuts.WEIGHTS]:
                 cut[Cuts.WEIGHTS] = True
                 runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
         if list(local.shape) != list(map(_length, runs)):
             raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}"
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}: call each module with all positions, or not at all"
             )
         # Stages of a pipeline have files of their own.
         return full, runs, all(cut.get(AXES[axis], True) or not self.here.along(axis) for axis in AXES)

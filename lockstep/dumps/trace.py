@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.dumps.layout import BATCH, SEQUENCE, Choice, Layout
 from lockstep.ground import user_file
 from lockstep.ground.errors import UserError, first_line
+from lockstep.inputs import checkpoints
 from lockstep.inputs.model import causal_lm_loss
 from lockstep.inputs.shapes import build_empty, describe, from_config, quiet, use_eager_experts
 
@@ -223,7 +224,7 @@ class _Trace:
         device = next(model.parameters()).device
         ids = torch.arange(batch * sequence, device=device).view(batch, sequence) % vocab_size
         own = torch.arange(sequence, device=device).repeat(batch, 1) if positions else None
-        with CountsTopk() as self._topk, device:
+        with CountsTopk() as self._topk, device, checkpoints.left_out():
             loss = (
                 _loss_on_meta(model, ids, own)
                 if device.type == "meta"

@@ -1,18 +1,15 @@
 """Compute losses and gradients of the recorded model: one class for the reference and for the yardstick."""
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 
 from lockstep.ground.errors import CannotComputeError, UserError, communicates, first_line
 from lockstep.recorded import own_loss, trl_head
 from lockstep.recorded.model import CROSS_ENTROPY, Model
-from lockstep.recorded.streamed import Streamed
 from lockstep.recorder.complex_numbers import like
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.model_outputs import map_left, outputs_of, tensors_of
@@ -66,10 +63,7 @@ class ModelPass(Model):
         try:
             mode = self._mode(micro_batch, told or {})
             self.written = written or {}
-            with (
-                self._precision(micro_batch, mode),
-                _checkpoints_replaced(again=mode.kept_of is None),
-            ):
+            with self._precision(micro_batch, mode):
                 return self._compute(micro_batch, mode, free, of_means=of_means)
         except UserError:
             raise
@@ -334,42 +328,3 @@ def _require_labels_of_piece(micro_batch: JoinedMicroBatch) -> None:
             f"the model is called with pieces of samples, and none of {', '.join(micro_batch.tensors)} is named as labels are, so the loss of a piece is not known; "
             "name them labels or targets"
         )
-
-
-class _NoCheckpoint:
-    """Takes the place of the class that makes reentrant checkpoints: it calls the function, and nothing is recomputed."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any) -> Any:
-        return function(*arguments)
-
-
-def _no_recomputation() -> Iterator[None]:
-    """Take the place of the generator that torch's checkpoint runs around the function, and do nothing there."""
-    yield
-
-
-def _checkpoints_replaced(*, again: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let checkpoints of the model's code change no gradients: the reference computes what it would be without them.
-
-    A reentrant checkpoint gives no gradient to what is inside of it if none of its inputs needs one. A
-    checkpoint that does not keep the random state recomputes other numbers than it computed. `again` is false
-    where nothing may be recomputed, but for streamed units, as where what dropout keeps is counted by its
-    calls.
-    """
-    original: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-    def keeping(function: Callable[..., Any], _keep_random_state: bool, *arguments: Any, **named: Any) -> Any:
-        """Keep the random state, always."""
-        return original(function, True, *arguments, **named)
-
-    def of_units(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Recompute the functions of streamed units alone."""
-        is_own = getattr(function, "__qualname__", "").startswith(Streamed.__name__)
-        return keeping(function, *given, **named) if is_own else _no_recomputation()
-
-    return mock.patch.multiple(
-        torch.utils.checkpoint,
-        CheckpointFunction=_NoCheckpoint,
-        _checkpoint_without_reentrant_generator=keeping if again else of_units,
-    )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.inputs import checkpoints
 from lockstep.inputs.model import being_recomputed
 from lockstep.recorder.complex_numbers import is_inexact
 
@@ -94,6 +95,7 @@ class Streamed:
                 return loaded(*args, **kwargs)
             recomputation = self.again()
 
+            @checkpoints.own
             def computed(*args: Any, **kwargs: Any) -> Any:
                 with recomputation() if being_recomputed() else contextlib.nullcontext():
                     return loaded(*args, **kwargs)

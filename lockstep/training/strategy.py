@@ -72,10 +72,13 @@ def require_strategy(spec: Spec, further: tuple[str, ...] = ()) -> None:
         raise UserError(
             f"{spec.factory} {problem}; derive it from TorchStrategy, or write what docs/your-own-strategy.md lists"
         )
-    if further and forward_backward.__module__ != "lockstep.training.torch_strategy":
+    is_own = forward_backward.__module__ != "lockstep.training.torch_strategy"
+    # It may call that of TorchStrategy, and reduce gradients afterwards.
+    calls_other = "forward_backward" in getattr(getattr(forward_backward, "__code__", None), "co_names", ())
+    if further and is_own and not calls_other:
         raise UserError(
-            f"{spec.factory} has a forward_backward of its own, for micro batches of ids and labels alone, and these have {further[0]}, too; leave "
-            "--padding and --documents out"
+            f"{spec.factory} has a forward_backward of its own that does not call TorchStrategy's, for micro batches of ids and labels alone, and these have "
+            f"{further[0]}, too; leave --padding and --documents out"
         )
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn import functional as F
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.dumps.trace import CountsTopk, Function, Given, Named, TopkArguments
+from lockstep.inputs import checkpoints
 from lockstep.inputs.shapes import use_eager_experts
 from lockstep.verdict import draws
 from lockstep.verdict.draws import drawn_in, is_drawing
@@ -100,6 +101,15 @@ class Told(CountsTopk):
         self.dtypes: dict[int | Place, torch.dtype] | None = None
         # If asked for: the calls of cross_entropy
         self.entropies: list[Entropy] | None = None
+
+    def __enter__(self) -> Self:
+        self._checkpoints = checkpoints.left_out()
+        self._checkpoints.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._checkpoints.__exit__(*raised)
 
     def call(self, function: Function, args: Given, kwargs: Named) -> Any:
         if getattr(function, "__self__", None) is torch.Tensor.dtype:
@@ -232,7 +242,7 @@ class Float64(Told):
     meanings: dict[torch.dtype, torch.dtype] = {**WIDER, **LOWER}
     casts: dict[Function, Function] = CASTS
 
-    def __enter__(self) -> "Float64":
+    def __enter__(self) -> Self:
         self._default, self._finfo = torch.get_default_dtype(), torch.finfo
         torch.set_default_dtype(self.wide)
         # A constant of the dtype in the code is part of what the code computes

@@ -13,8 +13,11 @@ from safetensors import safe_open
 
 from lockstep.dumps import capture, step_file
 from lockstep.dumps.dump import Dump
+from lockstep.dumps.layout import BATCH, SEQUENCE
+from lockstep.dumps.placement import Placement
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import require_new_folder
+from lockstep.plan.mesh import Mesh
 
 
 def test_every_tensor_of_a_step_is_there(dumps):
@@ -116,7 +119,7 @@ def test_no_reference_is_made_from_a_damaged_dump(dumps, tmp_path):
         ),
         (
             {"b": ((4,), torch.float32, 0), "a": ((2,), torch.float32, 16)},
-            "rank 3 has the tensors in another order",
+            "rank 3 has b where rank 0 has a: both must",
         ),
     ],
 )
@@ -131,3 +134,14 @@ def test_copies_that_differ_are_those_that_were_not_written():
     written = step_file.Part((0,), (4,), "other", checksum=7)
     assert step_file.merge("x", [[mine], [written], [mine], [other]], (4,), 4) == (7, [0, 2])
     assert step_file.merge("x", [[other], [written], [other], [other]], (4,), 4) == (7, [])
+
+
+@pytest.mark.parametrize("shape", [(11, 16), (2, 7, 16)])
+def test_an_output_of_some_positions_is_refused(shape):
+    mesh = Mesh(dp=2)
+    placement = Placement(mesh, mesh.coordinates(1), rows=4, seq_length=8, positions=[(0, 8)])
+    assert placement.of("forward/head", torch.zeros(2, 8, 16), (BATCH, SEQUENCE, 16))[0] == (4, 8, 16)
+    with pytest.raises(
+        ValueError, match="is no share of the full tensor .*: call each module with all positions"
+    ):
+        placement.of("forward/head", torch.zeros(shape), (BATCH, SEQUENCE, 16))

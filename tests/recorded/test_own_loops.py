@@ -11,6 +11,7 @@ import torch
 from scripts import TRAINS
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import lockstep
@@ -642,6 +643,50 @@ def test_an_average_in_the_model(tmp_path, capsys, decay, end):
                     one.lerp_(other, 1 - decay)
     found, out = verdict(tmp_path, capsys)
     assert found == 0 and f"moved by {end} of the way to trained weights" in out, out
+
+
+class Widens(torch.nn.Module):
+    """A norm in float32, as that of Llama."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Recomputes(torch.nn.Module):
+    """What a checkpoint recomputes widens, and chooses an expert."""
+
+    def __init__(self, wrong=1.0, reentrant=False):
+        super().__init__()
+        self.norm, self.router, self.head = Widens(), torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+        self.experts = torch.nn.Parameter(torch.randn(4, 8))
+        self.reentrant, self.wrong = reentrant, wrong
+
+    def mix(self, x):
+        x = self.norm(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return (weights[..., None] * self.experts[chosen]).sum(-2) * x
+
+    def forward(self, x):
+        x = checkpoint(self.mix, x.requires_grad_(), use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_checkpoint_in_the_models_code(tmp_path, capsys, reentrant, autocast, factor):
+    with recorded(tmp_path, lambda: Recomputes(reentrant=reentrant)) as (model, optimizer):
+        model.experts.register_hook(lambda gradient: gradient * factor)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(torch.randn(64, 8))
+            loss.backward()
+            optimizer.step()
+    status, out = verdict(tmp_path, capsys)
+    assert status == (factor != 1), out
+    assert ("experts" in out.splitlines()[-1]) == (factor != 1)
 
 
 def test_a_model_in_a_checkpoint_wrapper(tmp_path, capsys):

@@ -171,15 +171,16 @@ def test_a_loss_that_does_not_take_such_samples_is_refused(tmp_path, name, flags
 
 
 def test_a_forward_backward_for_pairs_is_refused_where_there_are_masks(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        OWN
-        + "\n    def forward_backward(self, micro_batches):\n        return super().forward_backward(micro_batches)\n"
-    )
-    refused = parse_config(f"{path}:OwnCountedLoss", ["--padding", "left", "--device", "cpu"])
-    with pytest.raises(UserError, match="has a forward_backward of its own, .* have attention_mask, too"):
+    def parsed(name, body):
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"{OWN}\n    def forward_backward(self, micro_batches):\n        {body}\n")
+        return parse_config(f"{path}:OwnCountedLoss", ["--padding", "left", "--device", "cpu"])
+
+    refused = parsed("pairs", "return [self.loss(ids, labels) for ids, labels in micro_batches]")
+    with pytest.raises(UserError, match="has a forward_backward of its own .* have attention_mask, too"):
         load_inputs(refused)
     load_inputs(dataclasses.replace(refused, padding="none", labels="completion"))
+    load_inputs(parsed("reduces_later", "return super().forward_backward(micro_batches)"))
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,26 @@ def test_what_only_a_module_by_itself_shows_is_not_explained(copied):
     change_tensor(copied / "fsdp", 1, name, by)
     result = judged(copied)
     diagnosis = result.runs["fsdp"].diagnosis
-    assert not diagnosis.causes and "errors are those of a correct run" in diagnosis.excluded[0]
+    assert (
+        not diagnosis.causes
+        and "only the module by itself shows it" in diagnosis.odd[0]
+        and not diagnosis.excluded
+    )
     assert (
         f"2 of 192 tensors are not what their modules compute from their recorded inputs: {', '.join(wrong)}"
         in tensor_report.by_themselves(result)[1]
     )
+
+
+def test_what_is_wrong_by_itself_is_not_ruled_out(copied):
+    """Where another tensor is diagnosed, that is far from the reference, too."""
+    name, by, _ = BUGS["output of one sample"]
+    change_tensor(copied / "fsdp", 1, f"gradient/{NORM}.weight", lambda tensor: tensor.mul_(2))
+    ruled_out = judged(copied).runs["fsdp"].diagnosis.excluded
+    assert any(sentence.startswith("forward: right") for sentence in ruled_out), "negative control"
+    change_tensor(copied / "fsdp", 1, name, by)
+    ruled_out = judged(copied).runs["fsdp"].diagnosis.excluded
+    assert ruled_out and not any(sentence.startswith("forward: right") for sentence in ruled_out)
 
 
 def test_the_page_has_it(copied):

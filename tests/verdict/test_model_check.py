@@ -14,6 +14,7 @@ from families import (  # noqa: F401 - fixtures
     one_thread,
     own_code,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
 from lockstep.ground.errors import UserError
@@ -135,6 +136,17 @@ def test_lower_precision_that_the_mode_sees_is_widened(lower, own_code):  # noqa
     """The run rounds there, and the reference does not; how far that takes the run is for the verdict to say."""
     change = around(lambda _, hidden: lower(hidden).to(hidden.dtype))
     own_code.setattr(modeling_llama.LlamaMLP, "forward", change)
+    assert problem_of(LLAMA, "sdpa", 16) == ""
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_recomputes_may_be_widened(reentrant, own_code):  # noqa: F811
+    """Such as a norm that computes in float32."""
+
+    def recomputed(_, hidden):
+        return checkpoint(lambda x: x.float().square().to(x.dtype), hidden, use_reentrant=reentrant)
+
+    own_code.setattr(modeling_llama.LlamaMLP, "forward", around(recomputed))
     assert problem_of(LLAMA, "sdpa", 16) == ""
 
 
