@@ -119,6 +119,22 @@ def moments_lost(case: Case) -> Cause | None:
     )
 
 
+def step_left_out(case: Case) -> Cause | None:
+    """All wrong moments, and the parameters that they are of, are bit for bit what they were before the step."""
+    rows = case.wrong("exp_avg")
+    for row in rows:
+        names = (row.name, f"parameter/{row.path}")
+        if case.step == 1 or not all(torch.equal(case.own(n), case.own(n, case.step - 1)) for n in names):
+            return None
+    if not rows:
+        return None
+    shown = listed([row.path for row in rows])
+    return Cause(
+        "update left out",
+        f"moments and weights are unchanged bit for bit: {shown}: the optimizer made no step",
+    )
+
+
 def not_clipped(case: Case) -> Cause | None:
     """In a first step, the moments are those of the gradients as they were before clipping."""
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
@@ -250,6 +266,6 @@ def other_average(case: Case) -> Cause | None:
 
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
-MOMENT_RULES = (moments_lost, not_clipped, clipped_by_rank)
+MOMENT_RULES = (moments_lost, step_left_out, not_clipped, clipped_by_rank)
 PARAMETER_RULES = (rounded, update_left_out, other_decay)
 AVERAGE_RULES = (other_average,)

@@ -119,10 +119,12 @@ def verdict(result: Result) -> list[str]:
             f"{result.verdict(name):<10}  {result.label(name)}: {len(run.judged)} of {len(run.rows)} tensors of {steps_in_words(run.rows)} judged, "
             f"{len(too_small)} too small to judge"
         )
-        lines += [f"  too small to judge: {', '.join(sorted(set(too_small)))}"] if too_small else []
+        lines += [f"  too small to judge: {and_more(sorted(set(too_small)))}"] if too_small else []
         if run.unjudged:
+            are_updates = any(kind.startswith("parameter") for kind in run.unjudged)
             lines.append(
                 f"  nothing is large enough to judge in: {', '.join(run.unjudged)}; agreement proves nothing there"
+                + "; updates are larger with a larger --learning_rate" * are_updates
             )
     if not result.has_reference:
         lines.append(
@@ -199,8 +201,9 @@ def first_tensors(result: Result) -> list[str]:
             lines.append(f"{result.label(name)}: none")
             continue
         step, _, tensor, problem = run.failures[0]
+        number = len(run.failures)
         lines.append(
-            f"{result.label(name)}: step {step}, {tensor}: {problem} ({len(run.failures)} failures in all)"
+            f"{result.label(name)}: step {step}, {tensor}: {problem} ({number} failure{'s' * (number > 1)} in all)"
         )
     return lines
 

@@ -476,3 +476,20 @@ def test_a_recorded_gradient_norm_that_is_not_the_gradients(manifests, capsys, o
     assert (
         "- not explained" in output.out
     )  # the gradients and the update are right: nothing says that it clipped by it
+
+
+@pytest.mark.parametrize("kinds", [("exp_avg", "exp_avg_sq", "parameter"), ("exp_avg", "exp_avg_sq")])
+def test_a_step_that_was_left_out_is_named(all_copied, kinds):
+    """Moments that are unchanged under weights that are not have no such cause."""
+    folder = all_copied / "fsdp"
+    before = Dump(folder)
+    for name in before.steps[2]["tensors"]:
+        if name.startswith(tuple(f"{kind}/" for kind in kinds)):
+            old = before.tensor(1, name)
+            change_tensor(folder, 2, name, lambda new, old=old: new.copy_(old))
+    result = compare.judge([all_copied / name for name in ("ddp", "fsdp", "reference")])
+    run = result.runs["fsdp"]
+    assert result.verdict("fsdp") == "FAIL" and run.failures[0][0] == 2
+    assert run.failures[0][2].startswith("exp_avg/")
+    causes = [cause.name for cause in run.diagnosis.causes]
+    assert causes == (["update left out"] if "parameter" in kinds else [])
