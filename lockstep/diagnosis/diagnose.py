@@ -106,9 +106,10 @@ def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
 
     The rules of an update are for the built-in AdamW and SGD only.
     """
+    rules = STAGES[stage].rules
     if stage in OF_UPDATES and not case.steps_built_in(case.first.partition("/")[2]):
-        return None, None
-    for rule in STAGES[stage].rules:
+        rules = (update.frozen_moved,)
+    for rule in rules:
         with contextlib.suppress(NotCaptured):  # the rule then says nothing
             cause = rule(case)
             if cause is not None:

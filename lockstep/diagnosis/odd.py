@@ -7,6 +7,7 @@ import torch
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.layout import BATCH, SEQUENCE
+from lockstep.ground.words import and_more
 from lockstep.plan.mesh import AXES, Cuts, runs
 
 FEW = 3  # elements that are shown one by one
@@ -46,10 +47,11 @@ def _losses(case: Case) -> list[str]:
 
 
 def _differing_ranks(case: Case) -> list[str]:
-    """Return which ranks hold another replica than the one that was written, in words."""
+    """Return which ranks hold another replica than the one that was written, in words; or else of which other tensors some do."""
     ranks = case.odd_ranks(case.first)
     if not ranks:
-        return []
+        others = [name for step, name, _ in case.found.differing if step == case.step]
+        return [f"copies of {and_more(others)} differ between ranks"] if others else []
     shown = ", ".join(
         f"{rank} ("
         + ", ".join(f"{axis} {case.mesh.coordinates(rank).along(axis)}" for axis in case.mesh.axes)

@@ -239,6 +239,15 @@ def other_decay(case: Case) -> Cause | None:
     )
 
 
+def frozen_moved(case: Case) -> Cause | None:
+    """The first wrong parameter is not trained, and is not what it was before the step."""
+    frozen = case.dump.layout.model.frozen
+    names = [row.path for row in case.wrong("parameter") if row.path in frozen]
+    if not names or case.first != f"parameter/{names[0]}":
+        return None
+    return Cause("frozen weights", f"not trained, and changed by the step: {listed(names)}")
+
+
 # The average of the weights
 
 

@@ -414,6 +414,15 @@ def test_a_factor_in_one_gradient():
     assert diagnosed({"gradient/col.bias": lambda tensor, _all: -tensor})[0] == []
 
 
+def test_copies_that_differ_elsewhere_are_observed():
+    change, apart = {"gradient/col.weight": flip}, {"parameter/row.weight": [1]}
+    assert (
+        diagnosed(change, replicas_differ=apart)[1].odd[0]
+        == "copies of parameter/row.weight differ between ranks"
+    )
+    assert not any("copies" in sentence for sentence in diagnosed(change)[1].odd)
+
+
 def test_what_is_wrong_as_well_is_not_excluded():
     flipped = lambda tensor, _all: -tensor  # noqa: E731
     assert diagnosed({"backward/norm": flipped, "gradient/col.weight": flipped})[1].excluded == [
@@ -557,8 +566,27 @@ def test_the_rules_of_an_update_are_of_built_in_optimizers():
     case = SimpleNamespace(first="exp_avg/w", steps_built_in=lambda parameter: parameter == "w")
     with mock.patch.dict(diagnose_module.STAGES, rule):
         assert diagnose_module._explained(case, "moments")[1] == Cause("betas", "made up")
-        case.first = "exp_avg/frozen"
+        case.first, case.wrong = "exp_avg/frozen", lambda kind: []
+        case.dump = SimpleNamespace(layout=SimpleNamespace(model=SimpleNamespace(frozen=["frozen"])))
         assert diagnose_module._explained(case, "moments") == (None, None)
+
+
+def test_a_frozen_weight_that_moved_is_named():
+    def named(first, *wrong):
+        dump = SimpleNamespace(layout=SimpleNamespace(model=SimpleNamespace(frozen=["a", "b"])))
+        rows = [SimpleNamespace(path=path) for path in wrong]
+        case = SimpleNamespace(
+            first=f"parameter/{first}",
+            dump=dump,
+            wrong=lambda kind: rows,
+            steps_built_in=lambda name: name == "c",
+        )
+        return diagnose_module._explained(case, "parameters")[1]
+
+    assert named("a", "a", "b", "c") == Cause("frozen weights", "not trained, and changed by the step: a, b")
+    assert named("own", "own", "a") is None, (
+        "a trained weight, of an optimizer of the user's own, is wrong first"
+    )
 
 
 ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
