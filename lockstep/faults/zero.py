@@ -157,7 +157,7 @@ def updated_shares_not_copied_back(run: Planting) -> Plant:
 @update_fault(
     seen_in="deepspeedai/DeepSpeed 1823",
     cause="update left out",
-    evidence=NO_SENTENCE,
+    evidence="moments and weights are unchanged bit for bit: model.embed_tokens.weight; the optimizer did not step them",
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     flags=SMALL_GROUPS,
