@@ -3,11 +3,13 @@
 A function is named "module:function", takes (folder, argument) and may write files into the folder.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -24,9 +26,12 @@ CAPTURED = shlex.split(
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that is free and stays so: below those that the system chooses, and above those of Ray's workers."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(world_size: int, target: str, folder: Path, argument=None, *, timeout: float = 240) -> str:
