@@ -10,6 +10,7 @@ from lockstep.diagnosis.case import LEFT, MOMENTS, Case
 from lockstep.diagnosis.forward import rounded
 from lockstep.ground.words import listed
 from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 SAME_NORM = 1e-5  # two norms that are as near as this (relative) are the same
@@ -123,10 +124,9 @@ def step_left_out(case: Case) -> Cause | None:
     """All wrong elements of first moments, and those of the parameters, are bit for bit what they were before the step."""
     rows = case.wrong("exp_avg") if case.step > 1 else []
     for row in rows:
-        is_wrong = (case.own(row.name) - case.right(row.name)).abs() > row.tolerated_largest
         names = (row.name, f"parameter/{row.path}")
-        has_moved = [case.own(name) != case.own(name, case.step - 1) for name in names]
-        if not bool(is_wrong.any()) or any(bool((is_wrong & moved).any()) for moved in has_moved):
+        is_unchanged = [case.own(name) == case.own(name, case.step - 1) for name in names]
+        if not _are_left_out(case, row, is_unchanged[0] & is_unchanged[1]):
             return None
     if not rows:
         return None
@@ -135,6 +135,12 @@ def step_left_out(case: Case) -> Cause | None:
         "update left out",
         f"moments and weights are unchanged bit for bit: {shown}; the optimizer did not step them",
     )
+
+
+def _are_left_out(case: Case, row: Judgement, is_unchanged: torch.Tensor) -> bool:
+    """Whether some elements of a tensor are wrong, and all of these are unchanged."""
+    is_wrong = (case.own(row.name) - case.right(row.name)).abs() > row.tolerated_largest
+    return bool(is_wrong.any()) and not bool((is_wrong & ~is_unchanged).any())
 
 
 def not_clipped(case: Case) -> Cause | None:
@@ -191,9 +197,8 @@ def update_left_out(case: Case) -> Cause | None:
     for row in rows:
         name = row.path
         own, before = case.own(row.name), case.before(name)
-        is_wrong = (own - case.updated(name)).abs() > row.tolerated_largest
         is_unchanged = own == before
-        if not bool(is_wrong.any()) or bool((is_wrong & ~is_unchanged).any()):
+        if not _are_left_out(case, row, is_unchanged):
             return None
         share = next(_unchanged_shares(case, row.name, own, before), "")
         shown.append(

@@ -1,9 +1,8 @@
 """Judge which samples the ranks of a recorded run saw: each once per epoch, none on two ranks, in another order each time."""
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lockstep.recorder.recorded_step import RunStep
 from lockstep.verdict.rows import RunVerdict, Wrong
@@ -33,44 +32,35 @@ def judge(
     `before` is the number of steps of the run that this one continues. `cut` has the ranks of each group that have pieces of
     the same samples. `with_replacement`: samples are drawn with replacement, and may come again at any time.
     """
-    judge_as_seen = functools.partial(
-        _judge_as_seen, before=before, cut=cut, with_replacement=with_replacement
-    )
-    found = RunVerdict(verdict.steps)
-    judge_as_seen(found, ranks)
-    # Padding may have made several samples of one.
-    joined = _without_padding(ranks) if found.wrong and not cut else ranks
-    if joined is not ranks:
+    for seen in _as_seen(ranks, cut):
         found = RunVerdict(verdict.steps)
-        judge_as_seen(found, joined)
+        # The first rank of a group that has pieces stands for the group, and has the whole samples.
+        others = {rank for group in cut for rank in group[1:]}
+        whole = {group[0]: _join_pieces([seen[rank] for rank in group]) for group in cut}
+        samples = [whole.get(rank, steps) for rank, steps in enumerate(seen) if rank not in others]
+        samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
+        if before and not with_replacement:
+            _judge_resumed(found, samples, before)
+        _judge_division(found, samples, len(cut[0]) if cut else 1)
+        _judge_given(found, seen, cut)
+        _judge_samples(found, samples, with_replacement=with_replacement)
+        if not with_replacement:
+            _judge_overlap(found, samples)
+        _judge_order(found, samples)
+        _judge_epochs(found, seen)
+        if not found.wrong:
+            break
     verdict.samples = found.samples
     verdict.wrong += found.wrong
     verdict.notes += found.notes
 
 
-def _judge_as_seen(
-    verdict: RunVerdict,
-    ranks: list[list[RunStep]],
-    *,
-    before: int,
-    cut: Sequence[tuple[int, ...]],
-    with_replacement: bool,
-) -> None:
-    """Judge samples, which are told from each other as they were seen. Arguments are those of `judge`."""
-    # The first rank of a group that has pieces stands for the group, and has the whole samples.
-    others = {rank for group in cut for rank in group[1:]}
-    whole = {group[0]: _join_pieces([ranks[rank] for rank in group]) for group in cut}
-    samples = [whole.get(rank, steps) for rank, steps in enumerate(ranks) if rank not in others]
-    samples = [_without_shared_batches(steps) for steps in _data_parallel(samples)]
-    if before and not with_replacement:
-        _judge_resumed(verdict, samples, before)
-    _judge_division(verdict, samples, len(cut[0]) if cut else 1)
-    _judge_given(verdict, ranks, cut)
-    _judge_samples(verdict, samples, with_replacement=with_replacement)
-    if not with_replacement:
-        _judge_overlap(verdict, samples)
-    _judge_order(verdict, samples)
-    _judge_epochs(verdict, ranks)
+def _as_seen(ranks: list[list[RunStep]], cut: Sequence[tuple[int, ...]]) -> Iterator[list[list[RunStep]]]:
+    """Yield the steps as they were recorded, and without padding, which may have made several samples of one."""
+    yield ranks
+    joined = ranks if cut else _without_padding(ranks)
+    if joined is not ranks:
+        yield joined
 
 
 def _without_padding(ranks: list[list[RunStep]]) -> list[list[RunStep]]:

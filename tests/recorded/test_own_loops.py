@@ -656,11 +656,11 @@ class Widens(torch.nn.Module):
 class Recomputes(torch.nn.Module):
     """What a checkpoint recomputes widens, and chooses an expert."""
 
-    def __init__(self, wrong=1.0, reentrant=False):
+    def __init__(self, reentrant):
         super().__init__()
         self.norm, self.router, self.head = Widens(), torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
         self.experts = torch.nn.Parameter(torch.randn(4, 8))
-        self.reentrant, self.wrong = reentrant, wrong
+        self.reentrant = reentrant
 
     def mix(self, x):
         x = self.norm(x)
@@ -676,7 +676,7 @@ class Recomputes(torch.nn.Module):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 1.01])
 def test_a_checkpoint_in_the_models_code(tmp_path, capsys, reentrant, autocast, factor):
-    with recorded(tmp_path, lambda: Recomputes(reentrant=reentrant)) as (model, optimizer):
+    with recorded(tmp_path, lambda: Recomputes(reentrant)) as (model, optimizer):
         model.experts.register_hook(lambda gradient: gradient * factor)
         for _ in range(2):
             optimizer.zero_grad()
