@@ -14,6 +14,10 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 30  # seconds for a program to end
 # What gloo and NCCL say of another rank that has ended. It does not say why.
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
+# What C++, the C library and Python say before they abort their process. It does not say which rank's.
+ABORTED = re.compile(
+    r"^(?:terminate called|\s*what\(\)|Fatal Python error|free\(\)|malloc\(|double free|corrupted ).*", re.M
+)
 LARGEST = 16 << 20  # bytes of a log; a strategy that prints in every step must not fill the disk
 KEPT = 4 << 20  # bytes of the beginning of a log that is cut, and as many of its end
 _PR_SET_PDEATHSIG = 1
@@ -72,7 +76,9 @@ def failure(program: str, status: int, log: str) -> str:
     said = [line.removeprefix(f"{program}: ") for line in log.splitlines() if line.startswith(f"{program}: ")]
     if said:
         # The first line that says more than that another rank has ended, if there is one
-        return printable(min(said, key=lambda line: bool(LOST.search(line))))
+        line = min(said, key=lambda line: bool(LOST.search(line)))
+        words = ABORTED.findall(log) if signal.SIGABRT.name in line else []
+        return printable("; ".join([line, *(word.strip() for word in words[:2])]))
     if status < 0:
         return killed_by(-status)
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")

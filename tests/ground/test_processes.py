@@ -32,6 +32,12 @@ pytestmark = pytest.mark.usefixtures("from_nothing")
             1,
             "rank 1 was killed",
         ),
+        (  # C++ says why it aborts, in lines of its own
+            "terminate called after throwing an instance of 'x'\n  what():  it broke\ntrain_x.py: rank 3 was killed by SIGABRT\n",
+            1,
+            "rank 3 was killed by SIGABRT; terminate called after throwing an instance of 'x'; what():  it broke",
+        ),
+        ("what(): x\ntrain_x.py: rank 3 was killed by SIGSEGV\n", 1, "rank 3 was killed by SIGSEGV"),
         ("Warning: x\n", -9, "killed by SIGKILL (the machine may be short of memory)"),
         ("a\n\x1b[31mb\n\n", 5, "exit status 5: \\x1b[31mb"),
         ("", 5, "exit status 5: no output"),
