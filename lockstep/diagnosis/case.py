@@ -11,7 +11,7 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.dumps.dump import Dump
-from lockstep.plan.config import BETAS
+from lockstep.plan.config import BETAS, EPS
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.rates import rate_of
 from lockstep.training.optim import decays, direction
@@ -110,13 +110,16 @@ class Case:
         """The learning rate that the configuration has for the step."""
         return rate_of(self.options, self.step, self.dump.run["num_steps"])
 
-    def updated(self, parameter: str) -> torch.Tensor:
-        """Return the parameter after the right update from the run's own gradient and moments."""
+    def updated(self, parameter: str, step: float | None = None, eps: float = EPS) -> torch.Tensor:
+        """Return the parameter after the right update from the run's own gradient and moments.
+
+        Given a `step`, the moments are those of this step for AdamW; those of an infinite step have no bias. `eps` is AdamW's.
+        """
         before, rate = self.before(parameter), self.rate
         decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
             m, v = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
-            update = direction(m, v, self.step)
+            update = direction(m, v, self.step if step is None else step, eps)
         else:
             update = self.clip * self.own(f"gradient/{parameter}")
         return before * (1 - rate * decay) - rate * update
@@ -137,15 +140,22 @@ class Case:
             decay = self.options["ema_decay"]
             return decay * self.average_before(parameter) + (1 - decay) * self.own(f"parameter/{parameter}")
         if kind in MOMENTS:
-            kept = MOMENTS[kind] * self.own(name, self.step - 1) if self.step > 1 else 0
-            return self.fresh(name) + kept
+            return self.fresh(name) + MOMENTS[kind] * self.moment_before(name)
         return self.reference(name)
 
     def fresh(self, name: str) -> torch.Tensor:
         """Return what a first step makes of a moment: (1 - beta) times the run's own clipped gradient, or times its square."""
+        return (1 - MOMENTS[name.partition("/")[0]]) * self.newest(name)
+
+    def newest(self, name: str) -> torch.Tensor:
+        """Return what the step adds to a moment, before its weight: the run's own clipped gradient, or its square."""
         kind, _, parameter = name.partition("/")
         gradient = self.clip * self.own(f"gradient/{parameter}")
-        return (1 - MOMENTS[kind]) * (gradient if kind == "exp_avg" else gradient.square())
+        return gradient if kind == "exp_avg" else gradient.square()
+
+    def moment_before(self, name: str) -> torch.Tensor:
+        """Return a moment as it was before the step. It begins with zeros."""
+        return self.own(name, self.step - 1) if self.step > 1 else torch.zeros(())
 
     @property
     def clip(self) -> float:

@@ -104,11 +104,13 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
 def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
     """Return (the first rule of a stage that names a cause, the cause), or (None, None) if no rule does.
 
-    The rules of an update are for the built-in AdamW and SGD only.
+    The rules of an update are for the built-in AdamW and SGD only, but for those that hold of any.
     """
     rules = STAGES[stage].rules
-    if stage in OF_UPDATES and not case.steps_built_in(case.first.partition("/")[2]):
-        rules = (update.frozen_moved,)
+    if stage in OF_UPDATES:
+        wrong = [row.path for kind in STAGES[stage].kinds for row in case.wrong(kind)]
+        if not all(map(case.steps_built_in, wrong)):
+            rules = tuple(rule for rule in rules if rule in update.RULES_OF_ANY_OPTIMIZER)
     for rule in rules:
         with contextlib.suppress(NotCaptured):  # the rule then says nothing
             cause = rule(case)

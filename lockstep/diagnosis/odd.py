@@ -195,13 +195,13 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
                 f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
             )
         else:
-            order = _order(part, base)
+            order = evidence.order_of_rows(part, base)
             if order and case.explains(
                 case.first, reference.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
             ):
                 sentences.append(f"the heads are in another order: {', '.join(map(str, order))}")
     elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
-        order = _order(own, reference)
+        order = evidence.order_of_rows(own, reference)
         if order and case.explains(case.first, reference[order]):
             moved = [row for row, place in enumerate(order) if row != place]
             sentences.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
@@ -242,9 +242,3 @@ def _scaled(reference: torch.Tensor, heads: int, factors: list[float]) -> torch.
     return (
         reference.unflatten(-1, (heads, -1)) * torch.tensor(factors, dtype=reference.dtype)[:, None]
     ).flatten(-2)
-
-
-def _order(own: torch.Tensor, reference: torch.Tensor) -> list[int]:
-    """Return which row of `reference` each row is nearest to; [] unless this is another order of all rows."""
-    nearest = torch.cdist(own, reference).argmin(1).tolist()
-    return nearest if nearest != list(range(len(nearest))) and len(set(nearest)) == len(nearest) else []

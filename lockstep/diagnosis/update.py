@@ -9,12 +9,14 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, MOMENTS, Case
 from lockstep.diagnosis.forward import rounded
 from lockstep.ground.words import listed
+from lockstep.plan.config import BETAS, EPS
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 SAME_NORM = 1e-5  # two norms that are as near as this (relative) are the same
 FACTOR = 1e-3  # likewise two factors of moments
+STEPS = 20  # an update is compared with what the first so many steps make of its moments
 
 
 # The gradient norm
@@ -143,6 +145,66 @@ def _are_left_out(case: Case, row: Judgement, is_unchanged: torch.Tensor) -> boo
     return bool(is_wrong.any()) and not bool((is_wrong & ~is_unchanged).any())
 
 
+def other_beta(case: Case) -> Cause | None:
+    """All wrong moments are of one kind, and have one other beta: both the old moment and the new gradient have its weights.
+
+    In a first step there is no old one, and this is a mere factor: a later step must be wrong, too.
+    """
+    kinds = [kind for kind in MOMENTS if case.wrong(kind)]
+    if len(kinds) != 1 or (case.step == 1 and not case.first_of_later_steps()):
+        return None
+    kind, betas = kinds[0], []
+    for row in case.wrong(kind):
+        old, new = case.moment_before(row.name), case.newest(row.name)
+        beta = evidence.multiple_of(case.own(row.name) - new, old - new)
+        if not 0 <= beta < 1 or not case.explains(row.name, new + beta * (old - new)):
+            return None
+        betas.append(beta)
+    if not all(math.isclose(1 - beta, 1 - betas[0], rel_tol=evidence.SAME_FACTOR) for beta in betas):
+        return None
+    name = f"beta{1 + list(MOMENTS).index(kind)}"
+    return Cause(
+        "betas",
+        f"{kind} of {_paths(case.wrong(kind))}: as with {name} = {betas[0]:.4g}, not {MOMENTS[kind]:g}",
+    )
+
+
+def last_gradients(case: Case) -> Cause | None:
+    """The wrong first moments have the gradient of the step before in the place of this step's."""
+    rows = case.wrong("exp_avg")
+    if case.step == 1 or not rows:
+        return None
+    for row in rows:
+        kept = MOMENTS["exp_avg"] * case.moment_before(row.name)
+        last = case.own(f"gradient/{row.path}", case.step - 1)
+        factor = evidence.multiple_of(case.own(row.name) - kept, last)  # with the clipping of either step
+        if not 0 < factor <= 1 or not case.explains(row.name, kept + factor * last):
+            return None
+    return Cause("stale gradients", f"the moments of {_paths(rows)} have the gradient of the step before")
+
+
+def clipped_one_by_one(case: Case) -> Cause | None:
+    """Each gradient is clipped by its own norm, and not by that of all."""
+    rows, factors = case.wrong("exp_avg"), []
+    for row in rows:
+        kept = MOMENTS["exp_avg"] * case.moment_before(row.name)
+        fresh = case.fresh(row.name) / case.clip
+        factor = evidence.multiple_of(case.own(row.name) - kept, fresh)
+        expected = clip_factor(case.options, case.rows[f"gradient/{row.path}"].distance.own_norm)
+        if not math.isclose(factor, expected, rel_tol=FACTOR):
+            return None
+        if not case.explains(row.name, kept + factor * fresh):
+            return None
+        factors.append(expected)
+    if len(set(factors)) < 2:  # one factor may have another cause
+        return None
+    return Cause("clipping", f"each gradient is clipped by its own norm: {_paths(rows)}")
+
+
+def _paths(rows: list[Judgement]) -> str:
+    return listed([row.path for row in rows])
+
+
 def not_clipped(case: Case) -> Cause | None:
     """In a first step, the moments are those of the gradients as they were before clipping."""
     first, second = case.factor(case.judged("exp_avg")), case.factor(case.judged("exp_avg_sq"))
@@ -227,14 +289,99 @@ def _unchanged_shares(case: Case, name: str, own: torch.Tensor, before: torch.Te
             yield f"{axis} rank {has_changed.index(False)} of {len(has_changed)}"
 
 
+def of_another_step(case: Case) -> Cause | None:
+    """AdamW corrects the bias of its moments as in another step, or not at all."""
+    if case.options["optimizer"] != "adamw":
+        return None
+    shapes = case.dump.layout.parameters
+    rows = sorted(case.wrong("parameter"), key=lambda row: math.prod(shapes[row.path]))
+    for step in (math.inf, *range(1, STEPS)):
+        if rows and all(case.explains(row.name, case.updated(row.path, step)) for row in rows):
+            how = "not corrected" if step == math.inf else f"corrected as in step {step}"
+            sentence = f"the moments are right, and in the update of {_paths(rows)} their bias is {how}"
+            return Cause("bias correction", sentence)
+    return None
+
+
+def other_epsilon(case: Case) -> Cause | None:
+    """AdamW divides by the root of the second moment and another epsilon, the same in all wrong parameters."""
+    if case.options["optimizer"] != "adamw":
+        return None
+    rows = case.wrong("parameter")
+    found = [_epsilon(case, row.path) for row in rows]
+    if not found or not all(
+        math.isclose(eps, found[0], rel_tol=LEFT) and case.explains(row.name, case.updated(row.path, eps=eps))
+        for row, eps in zip(rows, found, strict=True)
+    ):
+        return None
+    sentence = (
+        f"the moments are right; the update of {_paths(rows)} has an epsilon of {found[0]:.3g}, not {EPS:g}"
+    )
+    return Cause("optimizer settings", sentence)
+
+
+def _epsilon(case: Case, parameter: str) -> float:
+    """Return the epsilon of a parameter's update: a mean over the elements, weighed by how far each moved.
+
+    With r, the root of the second moment: update (r + epsilon) = right update (r + EPS).
+    """
+    unmoved = case.updated(parameter, eps=math.inf)
+    update, right_update = case.own(f"parameter/{parameter}") - unmoved, case.updated(parameter) - unmoved
+    root = (case.own(f"exp_avg_sq/{parameter}") / (1 - BETAS[1] ** case.step)).sqrt()
+    epsilons = right_update * (root + EPS) - update * root  # times the update
+    size = float(update.abs().sum())
+    return float((epsilons * update.sign()).sum()) / size if size else math.nan
+
+
+def exchanged(case: Case) -> Cause | None:
+    """The parts of wrong parameters, one for each rank along an axis, are right and in another order."""
+    shown = []
+    for row in case.wrong("parameter"):
+        own, right = case.own(row.name), case.right(row.name)
+        sizes = [case.mesh.size(axis) for axis in case.mesh.axes]
+        parts = next(filter(None, (_in_another_order(case, row, own, right, size) for size in sizes)), "")
+        if not parts:
+            return None
+        shown.append(f"{row.path} has the parts {parts}")
+    return (
+        Cause("pieces exchanged", f"updated right, but in another order: {listed(shown)}") if shown else None
+    )
+
+
+def _in_another_order(case: Case, row: Judgement, own: torch.Tensor, right: torch.Tensor, size: int) -> str:
+    """Return the order in which the `size` parts along dim 0 lie, such as "1, 0 of 2"; "" if that is not what is wrong."""
+    if own.ndim == 0 or len(own) % size:
+        return ""
+    parts, right_parts = own.reshape(size, -1), right.reshape(size, -1)
+    order = evidence.order_of_rows(parts, right_parts)
+    if not order or not case.explains(row.name, right_parts[order].reshape(own.shape)):
+        return ""
+    return f"{', '.join(map(str, order))} of {size}"
+
+
+def scaled(case: Case) -> Cause | None:
+    """The changes of all wrong parameters are the right ones times one factor."""
+    rows = case.wrong("parameter")
+    factor = case.factor(rows)
+    if factor is None:
+        return None
+    which = "all parameters" if len(rows) == len(case.judged("parameter")) else _paths(rows)
+    times = evidence.shown(factor)
+    return Cause(
+        "update scale", f"the moments are right; the change of {which} is {times} times what it should be"
+    )
+
+
 def other_decay(case: Case) -> Cause | None:
     """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
     rows, errors = case.wrong("parameter"), []
     for row in rows:
         before, updated = case.before(row.path), case.updated(row.path)
-        if bool((before == before.flatten()[0]).all()):
-            return None  # of weights that are all equal, a multiple is a constant
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
+        # Of weights that are all equal, a multiple is a constant. It may be anything but the configured decay.
+        known = case.options["weight_decay"] * case.rate
+        if bool((before == before.flatten()[0]).all()) and not math.isclose(abs(factor), known, rel_tol=LEFT):
+            return None
         if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
             return None
         errors.append(-factor / case.rate)
@@ -282,6 +429,24 @@ def other_average(case: Case) -> Cause | None:
 
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
-MOMENT_RULES = (moments_lost, step_left_out, not_clipped, clipped_by_rank)
-PARAMETER_RULES = (rounded, update_left_out, other_decay)
+MOMENT_RULES = (
+    moments_lost,
+    step_left_out,
+    last_gradients,
+    not_clipped,
+    clipped_by_rank,
+    clipped_one_by_one,
+    other_beta,
+)
+PARAMETER_RULES = (
+    rounded,
+    frozen_moved,
+    update_left_out,
+    exchanged,
+    other_decay,
+    of_another_step,
+    other_epsilon,
+    scaled,
+)
+RULES_OF_ANY_OPTIMIZER = (frozen_moved, update_left_out, exchanged, scaled)
 AVERAGE_RULES = (other_average,)

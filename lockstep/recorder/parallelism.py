@@ -29,12 +29,13 @@ class Stage(NamedTuple):
     number: int
     stages: int
     is_trial: bool  # whether it is called to learn the shapes of what it returns, and not for a micro batch
+    beside: dict[int, torch.nn.Module]  # by their numbers, the other stages that the rank has in its schedule
 
 
 def stage() -> Stage | None:
     """Return the stage of a pipeline of torch that calls the model; None if none does.
 
-    Raises UserError for a pipeline of another library, and for a rank with several stages.
+    Raises UserError for a pipeline of another library.
     """
     frame, owner, functions, schedule = inspect.currentframe(), None, set[str](), None
     while frame is not None:
@@ -51,11 +52,8 @@ def stage() -> Stage | None:
         frame = frame.f_back
     if owner is None:
         return None
-    if len(getattr(schedule, "_stages", ())) > 1:
-        raise UserError(
-            "the rank has several stages of a pipeline, and one model can be recorded; use a schedule with one stage on each rank, such as 1F1B"
-        )
-    return Stage(owner.stage_index, owner.num_stages, "forward_one_chunk" not in functions)
+    beside = {one.stage_index: one.submod for one in getattr(schedule, "_stages", ()) if one is not owner}
+    return Stage(owner.stage_index, owner.num_stages, "forward_one_chunk" not in functions, beside)
 
 
 def autocast_of(model: torch.nn.Module) -> str | None:

@@ -208,7 +208,8 @@ class Recorder(Updates):
             stage = parallelism.stage()
             if stage is not None and stage.is_trial:
                 return
-            self.see_stage(stage)
+            if stage is not None and self.stage is None:
+                self._record_stages(stage)
         given = self._arguments_by_name(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -236,6 +237,19 @@ class Recorder(Updates):
         # Until a GradScaler scales the loss
         self.scale = 1.0
         self._begin_micro_batch(given, noted)
+
+    def _record_stages(self, stage: parallelism.Stage) -> None:
+        """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and those beside it."""
+        # Remove an earlier recording
+        for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        for number, module in stage.beside.items():
+            beside = {**stage.beside, stage.number: self.model}
+            del beside[number]
+            other = Recorder(module, self.folder, self.steps, self.modules, self.whole_run.loaders)
+            other.see_stage(stage._replace(number=number, beside=beside))
+            self.other_stages.append(other)
+        self.see_stage(stage)
 
     def _begin_micro_batch(self, given: dict[str, Any], noted: dict[str, Any]) -> None:
         """Keep what a forward pass begins with: inputs, buffers, attributes, modes, states of generators.

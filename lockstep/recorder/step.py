@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import os
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +79,8 @@ class StepRecorder:
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.stage: parallelism.Stage | None = None
+        # Recorders of the other stages that this rank has of a pipeline; they end with this one
+        self.other_stages: list[StepRecorder] = []
         # Of the last step: this rank, the number of ranks, and their groups
         self.ranks: dict[str, Any] = {}
         # Whether torch.compile compiled the optimizer's step, and the model
@@ -146,17 +147,15 @@ class StepRecorder:
         """Whether this rank writes the model: rank 0, or all ranks of a stage, as they do not know each other."""
         return self.rank == 0 or self.stage is not None
 
-    def see_stage(self, stage: parallelism.Stage | None) -> None:
+    def see_stage(self, stage: parallelism.Stage) -> None:
         """Record into the folder of the pipeline's stage that the model is."""
-        if stage is not None and self.stage is None:
-            # Remove an earlier recording
-            for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
-                shutil.rmtree(earlier, ignore_errors=True)
-            self.stage = stage
-            self.folder = self.folder / f"stage_{stage.number}"
+        self.stage = stage
+        self.folder = self.folder / f"stage_{stage.number}"
 
     def stop(self) -> None:
         """Write a step that is over, and remove the hooks."""
+        for other in reversed(self.other_stages):
+            other.stop()
         if self.optimizers:
             self._write()
         if self.step == 1 and self.removing and not self.given_up:
@@ -179,6 +178,8 @@ class StepRecorder:
     def see_error(self, error: Exception) -> None:
         """Note the error that ends the run, in words: the error itself would keep all that its frames hold."""
         self.error = f"{type(error).__name__}: {first_line(error)}"
+        for other in self.other_stages:
+            other.see_error(error)
 
     def discard(self) -> None:
         """End the recording, and leave out the step that has begun."""

@@ -49,8 +49,7 @@ class Updates(StepRecorder):
         # In the dtype of the norm, which may be bfloat16
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         names = [name for name, parameter in own.items() if parameter.grad is not None]
-        own_ids = {id(parameter) for parameter in own.values()}
-        others = [p.grad for p in parameters if id(p) not in own_ids and p.grad is not None]
+        others = [p.grad for p in self._strangers(parameters) if p.grad is not None]
         norm_beside = whole(torch.nn.utils.get_total_norm(others))
         fields = {
             "max_norm": max_norm,
@@ -92,6 +91,12 @@ class Updates(StepRecorder):
         """Return the model's parameters among the given tensors, by name."""
         ids = {id(tensor) for tensor in given}
         return {name: p for name, p in wrapped.named_parameters(self.model).items() if id(p) in ids}
+
+    def _strangers(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the given tensors that are no parameters of the model, nor of other stages of its pipeline: these have recorders."""
+        stages = [self.model, *(self.stage.beside.values() if self.stage else ())]
+        known = {id(p) for stage in stages for p in wrapped.named_parameters(stage).values()}
+        return [tensor for tensor in given if id(tensor) not in known]
 
     def _have_stepped(self, names: list[str]) -> bool:
         """Whether the optimizer of any of these parameters has stepped."""
@@ -216,11 +221,12 @@ class Updates(StepRecorder):
                 gradient = gradient if scale is None else gradient / scale
                 self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         description, tensors = described(optimizer, self.model, len(self.optimizers))
+        strangers = self._strangers(held)
         self.optimizers.append(
             {
                 **description,
-                "strangers": sum(id(parameter) not in names for parameter in held),
-                "replicas": _replicas([p for p in held if id(p) not in names], lasting=lasting),
+                "strangers": len(strangers),
+                "replicas": _replicas(strangers, lasting=lasting),
                 "again": is_again,
                 # An optimizer may stand for others, which have stepped in the backward pass.
                 "idle": bool(held) and all(parameter.grad is None for parameter in held),

@@ -68,13 +68,13 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for _, parameter in named_trained(model)]
 
 
-def direction(first: Any, second: Any, step: int) -> Any:
+def direction(first: Any, second: Any, step: float, eps: float = EPS) -> Any:
     """AdamW's direction, which is multiplied with the learning rate, from the two moments after `step` (from 1); numpy or torch.
 
     (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     """
     b1, b2 = BETAS
-    return first / (1 - b1**step) / ((second / (1 - b2**step)) ** 0.5 + EPS)
+    return first / (1 - b1**step) / ((second / (1 - b2**step)) ** 0.5 + eps)
 
 
 def build_optimizer(

@@ -17,7 +17,8 @@ from lockstep.diagnosis.diagnose import Stage, diagnose
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe as describe_model
 from lockstep.plan.config import BETAS, EPS
-from lockstep.verdict.distance import Distance
+from lockstep.training.optim import direction
+from lockstep.verdict.distance import Distance, clip_factor
 from lockstep.verdict.judgement import ROUNDOFF, Judgement, tolerance
 from lockstep.verdict.result import Cause, Findings, Result
 from lockstep.verdict.scalars import Norm
@@ -158,9 +159,10 @@ class Written:
         "num_steps": 2,
     }
 
-    def __init__(self, steps, replicas_differ=None, dp_size=2, optimizer="AdamW"):
+    def __init__(self, steps, replicas_differ=None, dp_size=2, optimizer="AdamW", max_grad_norm=0.0):
         self.by_step = steps
-        self.run = {**self.run, "config": {**self.run["config"], "dp_size": dp_size}}
+        config = {**self.run["config"], "dp_size": dp_size, "max_grad_norm": max_grad_norm}
+        self.run = {**self.run, "config": config}
         self.contract = {"tied_embeddings": False, "optimizer": optimizer}
         self.steps = {
             step: {
@@ -180,11 +182,11 @@ class Written:
         return self.by_step[step]
 
 
-def update(tensors, before):
-    """Moments and parameters of a first step, from the gradients."""
+def update(tensors, before, clip=1.0):
+    """Moments and parameters of a first step, from the gradients, which are multiplied by `clip`."""
     b1, b2 = BETAS
     for name in PARAMETERS:
-        gradient = tensors[f"gradient/{name}"]
+        gradient = clip * tensors[f"gradient/{name}"]
         tensors[f"exp_avg/{name}"], tensors[f"exp_avg_sq/{name}"] = (
             (1 - b1) * gradient,
             (1 - b2) * gradient.square(),
@@ -223,7 +225,11 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
         name: changes[name](tensor, reference) if name in changes else tensor
         for name, tensor in reference.items()
     }
-    update(own, before)  # follows from the run's own gradients
+    held = math.sqrt(
+        sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
+    )
+    clip = clip_factor({"max_grad_norm": written.get("max_grad_norm", 0.0)}, held)
+    update(own, before, clip)  # follows from the run's own gradients
     follows = {
         name: tensor
         for name, tensor in own.items()
@@ -242,10 +248,7 @@ def diagnosed(changes, *, replicas_differ=None, recorded_norm=None, configuratio
         )
         tolerated = tolerance(name, distance, distance.size.times(1e-6), ROUNDOFF["F32"])
         rows.append(Judgement(1, name, distance, *tolerated))
-    held = math.sqrt(
-        sum(float(tensor.square().sum()) for name, tensor in own.items() if name.startswith("gradient/"))
-    )
-    norms = [Norm(1, held * (recorded_norm or 1), held, clip=1.0)]
+    norms = [Norm(1, held * (recorded_norm or 1), held, clip=clip)]
     run = Written({1: own}, replicas_differ, **written)
     found = Findings("fsdp", run, "ddp", [], configuration or {}, rows, norms)
     result = Result({"fsdp": found}, "ddp", [])
@@ -296,6 +299,17 @@ def of_every_parameter(change, names=PARAMETERS):
     return {f"parameter/{name}": lambda t, e, name=name: change(t, before_of(name)) for name in names}
 
 
+def updated_by(**options):
+    """Every parameter, updated from the moments of the first step, with other options of AdamW's direction."""
+
+    def change(name):
+        return lambda t, e: before_of(name) - RATE * direction(
+            e[f"exp_avg/{name}"], e[f"exp_avg_sq/{name}"], **{"step": 1, **options}
+        )
+
+    return {f"parameter/{name}": change(name) for name in PARAMETERS}
+
+
 SAID = {  # what is changed, the causes that are named, and what else is said
     "nothing": ({}, [], ""),
     "twice, where nothing is summed": ({"forward/col": twice}, [], "it is 2 = tp or dp times the right one"),
@@ -314,7 +328,15 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "no update": ({"parameter/col.weight": lambda t, e: before_of("col.weight")}, ["update left out"], ""),
     "no update of one share": ({"parameter/col.weight": kept_half(0)}, ["update left out"], "in the share of tp rank 1 of 2"),
     "no update of one share, and wrong elsewhere": ({"parameter/col.weight": kept_half(0.1)}, [], ""),
-    "every update twice": (of_every_parameter(lambda t, before: 2 * t - before), [], "its change is 2 times the right one"),
+    "every update twice": (of_every_parameter(lambda t, before: 2 * t - before), ["update scale"], "the change of all parameters is 2 times"),
+    "some updates twice": (of_every_parameter(lambda t, before: 2 * t - before, ("col.weight", "col.bias")), ["update scale"], "the change of col.weight, col.bias is 2 times"),
+    "some updates twice, others thrice": ({**of_every_parameter(lambda t, before: 2 * t - before), "parameter/col.bias": lambda t, e: 3 * t - 2 * before_of("col.bias")}, [], "its change is 2 times"),
+    "the bias of the moments of step 4": (updated_by(step=4), ["bias correction"], "corrected as in step 4"),
+    "the bias of the moments is kept": (updated_by(step=math.inf), ["bias correction"], "is not corrected"),
+    "another epsilon": (updated_by(eps=0.1), ["optimizer settings"], "has an epsilon of 0.1, not 1e-08"),
+    "another epsilon of some": ({**updated_by(eps=0.1), "parameter/col.bias": lambda t, e: 2 * t - before_of("col.bias")}, [], ""),
+    "halves in the other order": ({"parameter/col.weight": lambda t, e: t.roll(32, 0)}, ["pieces exchanged"], "col.weight has the parts 1, 0 of 2"),
+    "a third moved": ({"parameter/col.weight": lambda t, e: t.roll(20, 0)}, [], "64 rows are in other places"),
     "weight decay": (of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "a vector that is off otherwise": ({"parameter/norm.weight": lambda t, e: t - 1e-3}, [], ""),
 }  # fmt: skip
@@ -440,7 +462,8 @@ def test_what_enters_is_called_right_where_it_was_seen():
 # The update
 
 
-def test_weights_that_are_all_equal_show_no_weight_decay():
+@pytest.mark.parametrize("configured, is_named", [(0.0, False), (0.1, True)])
+def test_weights_that_are_all_equal_show_the_configured_weight_decay_only(configured, is_named):
     """A multiple of them is a constant, too."""
     ones = {f"parameter/{name}": torch.ones(shape).double() for name, shape in PARAMETERS.items()}
     row = SimpleNamespace(name="parameter/col.weight", path="col.weight")
@@ -448,13 +471,14 @@ def test_weights_that_are_all_equal_show_no_weight_decay():
         wrong=lambda kind: [row],
         before=lambda name: ones[f"parameter/{name}"],
         updated=lambda name: ones[f"parameter/{name}"],
-        own=lambda name: ones[name] - 1e-3,
+        own=lambda name: ones[name] * (1 - RATE * 0.1),
         explains=lambda name, value: True,
         rate=RATE,
+        options={"weight_decay": configured},
     )
-    assert update_rules.other_decay(case) is None
+    assert (update_rules.other_decay(case) is not None) is is_named
     ones["parameter/col.weight"][0, 0] = 2.0
-    assert update_rules.other_decay(case).name == "weight decay"
+    assert update_rules.other_decay(case).evidence.endswith("is off by +0.1")
 
 
 def test_moments():
@@ -468,6 +492,57 @@ def test_moments():
         )[0]
         == []
     )  # nothing was to be clipped: whatever scaled the gradients is not known
+
+
+@pytest.mark.parametrize("by, names", [("its own norm", ["clipping"]), ("half its norm", [])])
+def test_gradients_that_are_clipped_one_by_one(by, names):
+    reference, _ = step_one()
+
+    def clipped(name):
+        norm = float(reference[f"gradient/{name}"].norm())
+        factor = clip_factor({"max_grad_norm": 1.0}, norm if by == "its own norm" else norm / 2)
+        return lambda t, e: (1 - BETAS[0]) * factor * e[f"gradient/{name}"]
+
+    found = diagnosed({f"exp_avg/{name}": clipped(name) for name in PARAMETERS}, max_grad_norm=1.0)
+    assert found[0] == names
+
+
+def of_moments(kind, own, *, step=2, later=()):
+    """A case whose first wrong tensor is a moment of `kind`, after one of 1s, a last gradient of EXACT and one of NOISE."""
+    row = SimpleNamespace(name=f"{kind}/w", path="w")
+    newest = NOISE if kind == "exp_avg" else NOISE.square()
+    own = own(newest)
+    return SimpleNamespace(
+        step=step,
+        wrong=lambda which: [row] if which == kind else [],
+        own=lambda name, at=step: own if at == step else EXACT,
+        moment_before=lambda name: torch.ones_like(EXACT),
+        newest=lambda name: newest,
+        explains=lambda name, value: evidence.relative_error(own, value) < 1e-6,
+        first_of_later_steps=lambda: later,
+    )
+
+
+def test_another_beta():
+    case = of_moments("exp_avg_sq", lambda new: 0.95 + 0.05 * new)
+    assert update_rules.other_beta(case).evidence == "exp_avg_sq of w: as with beta2 = 0.95, not 0.999"
+    assert update_rules.other_beta(of_moments("exp_avg", lambda new: 0.8 + 0.2 * new)).name == "betas"
+    assert update_rules.other_beta(of_moments("exp_avg", lambda new: 0.8 + 0.3 * new)) is None
+    assert update_rules.other_beta(of_moments("exp_avg", lambda new: 1 + new, step=1)) is None
+    other = of_moments("exp_avg", lambda new: 0.8 + 0.2 * new)
+    other.wrong = lambda kind: [SimpleNamespace(name=f"{kind}/w", path="w")]  # both are wrong
+    assert update_rules.other_beta(other) is None
+
+
+def test_moments_of_the_gradients_of_the_step_before():
+    b1 = BETAS[0]
+    case = of_moments("exp_avg", lambda new: b1 + (1 - b1) * 0.5 * EXACT)
+    assert (
+        update_rules.last_gradients(case).evidence == "the moments of w have the gradient of the step before"
+    )
+    assert update_rules.last_gradients(of_moments("exp_avg", lambda new: b1 + (1 - b1) * new)) is None
+    assert update_rules.last_gradients(of_moments("exp_avg", lambda new: b1 + 30 * (1 - b1) * EXACT)) is None
+    assert update_rules.last_gradients(of_moments("exp_avg", lambda new: EXACT, step=1)) is None
 
 
 def test_the_norm():
@@ -529,6 +604,7 @@ def test_a_cause_must_explain_the_later_steps_too():
             names=Written.layout.names,
             dump=Written,
             steps_built_in=lambda parameter: True,
+            wrong=lambda kind: [],
         )
         for step in (1, 2)
     )
@@ -563,30 +639,26 @@ def test_what_only_a_first_step_shows_needs_no_later_one():
 def test_the_rules_of_an_update_are_of_built_in_optimizers():
     """Another optimizer may make other moments of the same name, and a frozen parameter has none."""
     rule = {"moments": Stage(("exp_avg",), (lambda case: Cause("betas", "made up"),))}
-    case = SimpleNamespace(first="exp_avg/w", steps_built_in=lambda parameter: parameter == "w")
+    row = SimpleNamespace(path="w")
+    case = SimpleNamespace(steps_built_in=lambda parameter: parameter == "w", wrong=lambda kind: [row])
     with mock.patch.dict(diagnose_module.STAGES, rule):
         assert diagnose_module._explained(case, "moments")[1] == Cause("betas", "made up")
-        case.first, case.wrong = "exp_avg/frozen", lambda kind: []
-        case.dump = SimpleNamespace(layout=SimpleNamespace(model=SimpleNamespace(frozen=["frozen"])))
+        row.path = "frozen"
         assert diagnose_module._explained(case, "moments") == (None, None)
 
 
-def test_a_frozen_weight_that_moved_is_named():
-    def named(first, *wrong):
-        dump = SimpleNamespace(layout=SimpleNamespace(model=SimpleNamespace(frozen=["a", "b"])))
-        rows = [SimpleNamespace(path=path) for path in wrong]
-        case = SimpleNamespace(
-            first=f"parameter/{first}",
-            dump=dump,
-            wrong=lambda kind: rows,
-            steps_built_in=lambda name: name == "c",
-        )
-        return diagnose_module._explained(case, "parameters")[1]
+def test_a_rule_that_needs_no_arithmetic_is_of_any_optimizer():
+    doubled = of_every_parameter(lambda t, before: 2 * t - before)
+    decayed = of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias"))
+    with mock.patch.object(Written, "has_own_optimizer", new=True):
+        assert diagnosed(doubled)[0] == ["update scale"] and diagnosed(decayed)[0] == []
 
-    assert named("a", "a", "b", "c") == Cause("frozen weights", "not trained, and changed by the step: a, b")
-    assert named("own", "own", "a") is None, (
-        "a trained weight, of an optimizer of the user's own, is wrong first"
-    )
+
+def test_a_frozen_weight_that_moved_is_named():
+    changes = {"parameter/norm.weight": one_more, "parameter/col.bias": one_more}
+    with mock.patch.object(Written.layout, "model", SimpleNamespace(frozen=("norm.weight", "row.weight"))):
+        names, found = diagnosed(changes)
+    assert names == ["frozen weights"] and found.causes[0].evidence.endswith("by the step: norm.weight")
 
 
 ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"

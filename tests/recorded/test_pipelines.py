@@ -151,6 +151,56 @@ PIPELINES = {
         TOKENS,
     ),
 }
+MADE = "    optimizer = torch.optim.AdamW(parameters, lr=1e-3)\n"
+STEPPED = "        optimizer.step()\n        optimizer.zero_grad()\n"
+# Two stages on each of two ranks. Name -> likewise
+INTERLEAVED = {
+    "interleaved": (2, "", {}, "PASS: 4 stages; 2 steps", TOKENS),
+    "an optimizer for each stage": (
+        2,
+        "--max_norm 0.1",
+        {
+            MADE: "    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets.values()]\n",
+            STEPPED: "        for optimizer in optimizers:\n            optimizer.step()\n            optimizer.zero_grad()\n",
+        },
+        "PASS: 4 stages; 2 steps",
+        f"{TOKENS}, clipped from a norm of ",
+    ),
+    "the norm of a rank's stages": (
+        2,
+        "--max_norm 0.1",
+        {"dist.all_reduce(square)": "pass"},
+        "FAIL: stage 0: step 1: the gradient was clipped by a norm of ",
+        "times that of the reference's gradient",
+    ),
+    "an optimizer of one stage": (
+        2,
+        "",
+        {MADE: MADE.replace("parameters", "nets[dist.get_rank()].parameters()")},
+        "FAIL: stage 2: ",
+        TOKENS,
+    ),
+    "a wrong module in a second stage": (
+        2,
+        "",
+        {
+            "    parameters = [": "    if 2 in nets:\n        nets[2].blocks[0].up.register_forward_hook(lambda _, __, out: 1.01 * out)\n"
+            "    parameters = ["
+        },
+        "FAIL: stage 2: step 1: forward/blocks.0.up (micro batch ",
+        "it is 1.01 times the reference's",
+    ),
+    "a second stage that is not divided": (
+        2,
+        "",
+        {
+            STEPPED: "        for x in nets[2].parameters() if 2 in nets else ():\n            x.grad *= 4\n"
+            + STEPPED
+        },
+        "FAIL: stage 2: step 1: the gradient is 4 times that of what follows from the gradients of the next stage",
+        TOKENS,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +208,18 @@ def runs(new_folder):
     """The folder with the recordings of all rows."""
     folder = new_folder("pipelines")
     rows = [
-        row(folder, name, ranks, changed(folder / name, "pipeline.py", changes), arguments)
-        for name, (ranks, arguments, changes, *_) in PIPELINES.items()
+        row(folder, name, ranks, changed(folder / name, example, changes), arguments)
+        for example, examples in (("pipeline.py", PIPELINES), ("interleaved_pipeline.py", INTERLEAVED))
+        for name, (ranks, arguments, changes, *_) in examples.items()
     ]
     run_all(folder, rows)
     return folder
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [*PIPELINES, *INTERLEAVED])
 def test_a_pipeline(runs, name, capsys):
     require_recorded(runs / name)
-    *_, verdict, says = PIPELINES[name]
+    *_, verdict, says = {**PIPELINES, **INTERLEAVED}[name]
     status = judge.main([str(runs / name / "run")])
     said = capsys.readouterr().out
     assert status == int(verdict.startswith("FAIL")), said
