@@ -152,9 +152,14 @@ class Recorder(Updates):
         """
         about = self.micro[number]
         if patches.ASKED:
+            is_of_batch = not torch.is_grad_enabled() and all(map(self._is_model_input, patches.ASKED[-1]))
+            if self.stage is not None:
+                # Zero-bubble schedules ask for the gradients of a stage's inputs, and later, from what they kept,
+                # for those of its weights. All of it has arrived by then.
+                about["reached"] |= is_of_batch
+                return is_of_batch
             # A gradient with respect to what the model is called with is for a later batch, as in an attack,
             # unless it is differentiated in turn.
-            is_of_batch = not torch.is_grad_enabled() and all(map(self._is_model_input, patches.ASKED[-1]))
             about["elsewhere"] |= is_of_batch and not about["reached"]
             about["asked"] = not is_of_batch and (about["asked"] or not about["used"])
             return about["asked"]

@@ -153,36 +153,40 @@ PIPELINES = {
 }
 MADE = "    optimizer = torch.optim.AdamW(parameters, lr=1e-3)\n"
 STEPPED = "        optimizer.step()\n        optimizer.zero_grad()\n"
-# Two stages on each of two ranks. Name -> likewise
+# Two stages on each rank of a pipeline. Name -> likewise
 INTERLEAVED = {
-    "interleaved": (2, "", {}, "PASS: 4 stages; 2 steps", TOKENS),
+    "interleaved": (2, "--max_norm 0.1", {}, "PASS: 4 stages; 2 steps", f"{TOKENS}, clipped from a norm of "),
+    "breadth first, sharded": (4, "--schedule LoopedBFS --fsdp --max_norm 0.1", {}, "PASS: 4 stages; 2 steps", TOKENS),
+    "zero bubble, sharded": (4, "--schedule InterleavedZeroBubble --fsdp", {}, "PASS: 4 stages; 2 steps", TOKENS),
+    "zero bubble in a V": (2, "--schedule ZBVZeroBubble", {}, "PASS: 4 stages; 2 steps", TOKENS),
+    "DualPipeV": (2, "--schedule DualPipeV", {}, "PASS: 4 stages; 2 steps", TOKENS),
     "an optimizer for each stage": (
         2,
-        "--max_norm 0.1",
+        "",
         {
             MADE: "    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets.values()]\n",
             STEPPED: "        for optimizer in optimizers:\n            optimizer.step()\n            optimizer.zero_grad()\n",
         },
         "PASS: 4 stages; 2 steps",
-        f"{TOKENS}, clipped from a norm of ",
+        TOKENS,
     ),
     "the norm of a rank's stages": (
         2,
         "--max_norm 0.1",
-        {"dist.all_reduce(square)": "pass"},
+        {"dist.all_reduce(square, group=group)": "pass"},
         "FAIL: stage 0: step 1: the gradient was clipped by a norm of ",
         "times that of the reference's gradient",
     ),
     "an optimizer of one stage": (
         2,
         "",
-        {MADE: MADE.replace("parameters", "nets[dist.get_rank()].parameters()")},
+        {MADE: MADE.replace("parameters", "nets[rank].parameters()")},
         "FAIL: stage 2: ",
-        TOKENS,
+        "no optimizer holds",
     ),
     "a wrong module in a second stage": (
         2,
-        "",
+        "--schedule DualPipeV",
         {
             "    parameters = [": "    if 2 in nets:\n        nets[2].blocks[0].up.register_forward_hook(lambda _, __, out: 1.01 * out)\n"
             "    parameters = ["
@@ -192,15 +196,24 @@ INTERLEAVED = {
     ),
     "a second stage that is not divided": (
         2,
-        "",
-        {
-            STEPPED: "        for x in nets[2].parameters() if 2 in nets else ():\n            x.grad *= 4\n"
-            + STEPPED
-        },
+        "--schedule ZBVZeroBubble",
+        {STEPPED: "        for x in nets[2].parameters() if 2 in nets else ():\n            x.grad *= 4\n" + STEPPED},
         "FAIL: stage 2: step 1: the gradient is 4 times that of what follows from the gradients of the next stage",
         TOKENS,
     ),
-}
+    "weights of one micro batch fewer": (
+        2,
+        "--schedule InterleavedZeroBubble",
+        {'    dist.init_process_group("gloo")\n': """    dist.init_process_group("gloo")
+    real = PipelineStage.backward_weight_one_chunk
+    PipelineStage.backward_weight_one_chunk = (
+        lambda stage, chunk, **more: None if (stage.stage_index, chunk) == (2, 1) else real(stage, chunk, **more)
+    )
+"""},
+        "FAIL: stage 2: step 1: ",
+        TOKENS,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
