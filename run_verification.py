@@ -20,13 +20,15 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import itertools
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.ground import files, locks, processes, progress, startup
-from lockstep.ground.errors import UserError, printable, run_program
+from lockstep.ground.errors import UserError, printable, run_program, say
 from lockstep.ground.flags import Parser
 from lockstep.ground.words import in_columns
 from lockstep.inputs import architectures
@@ -233,20 +235,37 @@ def judge_tensors(
     groups: Sequence[jobs.Group] = (),
     curves: "Judged | None" = None,
 ) -> "Result":
-    """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them."""
+    """Train the jobs of `groups`, compute the float64 reference, compare the named runs with it, and write the reports beside them.
+
+    If a strategy's training fails, the others are judged. Raises JobFailed if then none is left.
+    """
     capture_folder = config.capture_dir
     assert capture_folder is not None, "asked only of runs that capture"
-    folders = [capture_folder / name for name in names]
-    reference = {
-        "strategy": jobs.REFERENCE,
-        "arguments": [*flags, *weights(options)],
-        "replays": [str(folder) for folder in folders],
-    }
+    reference: jobs.Job = {"strategy": jobs.REFERENCE, "arguments": [*flags, *weights(options)]}
+    todo = [(size, job) for size, group in groups for job in group]
     logs = (config.loss_output_dir if options.part else options.output_dir) / "logs"
-    jobs.start_all_groups([*groups, (None, [reference])], logs, shown=bool(groups) and not config.quiet)
+    untrained: dict[str, str] = {}
+    while True:
+        folders = [capture_folder / name for name in names if name not in untrained]
+        reference["replays"] = [str(folder) for folder in folders]
+        sizes = itertools.groupby([*todo, (None, reference)], key=operator.itemgetter(0))
+        started = [(size, [job for _, job in pairs]) for size, pairs in sizes]
+        try:
+            jobs.start_all_groups(started, logs, shown=bool(groups) and not config.quiet)
+            break
+        except jobs.JobFailed as failure:
+            # Nothing can be judged without the reference, the baseline, or another strategy.
+            if failure.finished == len(todo) or len(folders) == 2:
+                raise
+            name = jobs.configured(todo[failure.finished][1]).capture_folder.name
+            if name == names[0]:
+                raise
+            say(f"{NAME}: {failure}; the other strategies go on")
+            untrained[name] = str(failure)
+            todo, logs = todo[failure.finished + 1 :], logs / f"without_{name}"
     from lockstep import compare  # torch is not needed to answer a usage error
 
-    return compare.judge([*folders, capture_folder / jobs.REFERENCE], capture_folder, curves)
+    return compare.judge([*folders, capture_folder / jobs.REFERENCE], capture_folder, curves, untrained)
 
 
 def verdict(options: argparse.Namespace, flags: list[str]) -> int:

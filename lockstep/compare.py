@@ -29,12 +29,17 @@ from lockstep.verdict.loss_folder import Judged
 from lockstep.verdict.result import Result
 
 
-def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judged | None = None) -> Result:
+def judge(
+    folders: Sequence[Path],
+    output_dir: Path | None = None,
+    curves: Judged | None = None,
+    untrained: dict[str, str] | None = None,
+) -> Result:
     """Compare the dumps in the folders, and diagnose every run that failed.
 
     One of them is the reference. DDP's dump may lie beside it; a replay lies beside the dump of its run, or beside the reference. Any two
     dumps are compared without a reference, and not diagnosed. Writes report.md, report.json and report.html into `output_dir` if one is
-    given; `curves` are losses of the same runs, for the page.
+    given; `curves` are losses of the same runs, for the page. `untrained` says of further runs why their training failed.
 
     Raises UserError for folders that hold no dumps, or dumps that cannot be compared.
     """
@@ -55,6 +60,7 @@ def judge(folders: Sequence[Path], output_dir: Path | None = None, curves: Judge
             run.alone = module_results.read(run.dump, reference.folder.resolve().parent)
             if result.has_failed(name):
                 run.diagnosis = diagnose(result, name, reference, replays)
+    result.untrained = untrained or {}
     if output_dir is not None:
         tensor_report.write(result, output_dir)
         verification.write(result, output_dir, reference, replays, curves)

@@ -33,7 +33,11 @@ def write(
         "A copy of each tensor was compared with a float64 reference, which one process computed from the same weights and batches."
         if reference
         else "The tensors of the runs were compared with each other.",
-        [*tensor_report.configuration(result), *tensor_report.notes(result)],
+        [
+            *(f"{name} was not trained: {why}" for name, why in result.untrained.items()),
+            *tensor_report.configuration(result),
+            *tensor_report.notes(result),
+        ],
         list(report_tables.about(result).items()),
         losses=_losses(result) if judged is None else losses_of(judged),
         heads={"": [*map(run["architecture"].get, HEADS)]},

@@ -45,11 +45,12 @@ Group = tuple[int | None, list[Job]]  # the number of ranks, and their jobs
 
 
 class JobFailed(TrainingFailure):
-    """A job has failed; `exit_code` is its rank's."""
+    """A job has failed, after so many that `finished`; `exit_code` is its rank's."""
 
-    def __init__(self, message: str, status: int):
+    def __init__(self, message: str, status: int, finished: int = 0):
         super().__init__(message)
         self.exit_code = status if status in (1, 2, 3) else 1
+        self.finished = finished
 
 
 def start_groups(
@@ -107,7 +108,8 @@ def start_all_groups(groups: list[Group], folder: Path, *, shown: bool = False) 
     jobs = [job for _, group in groups for job in group]
     if len(seconds) < len(jobs):
         failed = f"job {len(seconds) + 1} of {len(jobs)}, {jobs[len(seconds)]['strategy']}, failed"
-        raise JobFailed(f"{failed}: {why(folder, status)}; all it said is in {folder / 'log.txt'}", status)
+        reason = f"{why(folder, status)}; all it said is in {folder / 'log.txt'}"
+        raise JobFailed(f"{failed}: {reason}", status, len(seconds))
 
 
 def why(folder: Path, status: int = 1) -> str:

@@ -305,6 +305,8 @@ class Result:
     has_reference: bool = False
     # Every tensor of step 1 but those of the update
     pairs: dict[str, Measured] = field(default_factory=dict)
+    # Further runs, and why their training failed
+    untrained: dict[str, str] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
         """Return what a report calls a run: its label, or without a reference its folder."""
@@ -326,7 +328,7 @@ class Result:
     @functools.cached_property
     def outcome(self) -> str:
         """The worst verdict of any run."""
-        return worst(map(self.verdict, self.runs))
+        return worst([*map(self.verdict, self.runs), *["FAIL" for _ in self.untrained]])
 
     def is_no_yardstick(self, name: str) -> bool:
         """Whether the run is the yardstick, but too far from the reference to measure other runs by.

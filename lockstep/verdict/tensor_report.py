@@ -126,6 +126,7 @@ def verdict(result: Result) -> list[str]:
                 f"  nothing is large enough to judge in: {', '.join(run.unjudged)}; agreement proves nothing there"
                 + "; updates are larger with a larger --learning_rate" * are_updates
             )
+    lines += [f"{'FAIL':<10}  {name} was not trained: {why}" for name, why in result.untrained.items()]
     if not result.has_reference:
         lines.append(
             "Without a reference: batch, forward, backward and gradients of step 1 only; updates and later steps were not compared"
@@ -257,6 +258,7 @@ def as_data(result: Result) -> dict:
         "verdict": result.outcome,
         "about": tables.about(result),
         "runs": {name: _run_data(result, name) for name in result.runs},
+        "untrained": result.untrained,
         "notes": notes(result),
         "losses": result.losses,
         "tensors": [_row_data(*pair) for pair in sorted(rows, key=lambda pair: pair[1].step)],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,53 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_verification.main(arguments) == 2 and "nothing is overwritten" in capsys.readouterr().err
     assert (folder / "report.md").exists()
+
+
+OWN = """
+import torch
+from ddp_strategy import DDPStrategy
+
+class Good(DDPStrategy):
+    axes = ("dp",)
+
+class Breaks(Good):
+    def update(self):
+        raise RuntimeError("it broke")
+
+class Bad(Good):
+    def update(self):
+        self.model.get_input_embeddings().weight.grad *= 2
+        return super().update()
+"""
+
+
+def test_a_strategy_that_fails_does_not_take_the_others_along(tmp_path):
+    own, folder = tmp_path / "own.py", tmp_path / "out"
+    own.write_text(OWN)
+    arguments = ["--output_dir", folder, "--seq_length", "32", "--batch_size", "2", "--tp_size", "1"]
+    done = verify(*arguments, "--strategies", f"ddp,{own}:Breaks,{own}:Good,{own}:Bad")
+    reason = (
+        rf"job 2 of 5, {own}:Breaks, failed: rank [01] failed: RuntimeError: it broke, .*own.py:10; .*log.txt"
+    )
+    assert re.search(rf"run_verification.py: {reason}; the other strategies go on", done.stderr), done.stderr
+    assert done.returncode == 1 and done.stdout.endswith("FAIL\n"), done.stdout
+    assert re.search(f"FAIL +breaks was not trained: {reason}\n", done.stdout), done.stdout
+    report = json.loads((folder / "report.json").read_text())
+    verdicts = {name: run["verdict"] for name, run in report["runs"].items()}
+    assert verdicts == {"ddp": "PASS", "good": "PASS", "bad": "FAIL"} and [*report["untrained"]] == ["breaks"]
+    assert "it broke" in (folder / "logs" / "log.txt").read_text()
+    assert "breaks was not trained" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("strategies, number", [("Breaks", 2), ("Breaks,Breaks@tp1xdp4", 1)])
+def test_where_no_strategy_is_left_nothing_is_judged(tmp_path, strategies, number):
+    own, folder = tmp_path / "own.py", tmp_path / "out"
+    own.write_text(OWN)
+    named = ",".join(f"{own}:{name}" for name in strategies.split(","))
+    arguments = ["--output_dir", folder, "--seq_length", "32", "--batch_size", "2", "--tp_size", "1"]
+    done = verify(*arguments, "--strategies", f"ddp,{named}")
+    assert done.returncode == 1 and f"job {number} of " in done.stderr.splitlines()[-1], done.stderr
+    assert not (folder / "report.json").exists()
 
 
 @pytest.mark.parametrize(
