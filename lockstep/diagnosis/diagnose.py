@@ -95,7 +95,9 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
     doubt, (rule, cause) = "", _explained(case, stage)
     if cause is not None:
         doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, cause)
-        causes += [] if doubt else [cause]
+        # Another learning rate scales the updates, too.
+        is_configured = rule is update.scaled and bool(causes)
+        causes += [] if doubt or is_configured else [cause]
     return Diagnosis(
         _distinct(causes), excluded + _excluded(case, stage), odd.oddities(case) + ([doubt] if doubt else [])
     )
