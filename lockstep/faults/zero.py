@@ -112,7 +112,7 @@ def share_one_element_off(run: Planting) -> Plant:
 @update_fault(
     seen_in="deepspeedai/DeepSpeed 3097",
     cause="stale gradients",
-    evidence=r"the moments of model.embed_tokens.weight, .* have the gradient of the step before",
+    evidence="the moments of model.embed_tokens.weight, ... and 23 more have the gradient of the step before",
     step=2,
     first="exp_avg/model.embed_tokens.weight",
     flags=OFFLOAD,
