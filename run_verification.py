@@ -254,8 +254,8 @@ def judge_tensors(
             jobs.start_all_groups(started, logs, shown=bool(groups) and not config.quiet)
             break
         except jobs.JobFailed as failure:
-            # Nothing can be judged without the reference, the baseline, or another strategy.
-            if failure.finished == len(todo) or len(folders) == 2:
+            # Nothing can be judged without the reference, the baseline, or another strategy. Status 2 and 3 are no failed training.
+            if failure.finished == len(todo) or len(folders) == 2 or failure.exit_code != 1:
                 raise
             name = jobs.configured(todo[failure.finished][1]).capture_folder.name
             if name == names[0]:

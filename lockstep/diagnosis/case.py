@@ -81,10 +81,10 @@ class Case:
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
         """Return a tensor that the run computed, in its first wrong step unless another step is given.
 
-        Raises NotCaptured for one that a kernel skips.
+        Raises NotCaptured for one that a kernel skips, and for a gradient that a parameter did not have.
         """
         step = self.step if step is None else step
-        if (step, name) in self.found.skipped:
+        if (step, name) in self.found.skipped or name not in self.dump.steps[step]["tensors"]:
             raise NotCaptured
         return self.dump.tensor(step, name).double()
 

@@ -5,11 +5,12 @@ tensor is wrong because of it, so only the first wrong stage is examined.
 """
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.diagnosis import backward, forward, gradients, odd, update
-from lockstep.diagnosis.case import Case, NotCaptured, describe
+from lockstep.diagnosis.case import LEFT, Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
 from lockstep.verdict.result import Cause, Diagnosis, Result
@@ -92,19 +93,20 @@ def diagnose(result: Result, strategy: str, reference: Dump, replays: dict[str, 
         return Diagnosis([Cause("not computed", f"{case.not_computed[0]}{more}: {reason}")])
     stage = _stage(case)
     causes, excluded = _configured_differently(configured, case, stage)
-    doubt, (rule, cause) = "", _explained(case, stage)
-    if cause is not None:
+    doubts: list[str] = []
+    for rule, cause in _explanations(case, stage):
         doubt = "" if rule in OF_A_FIRST_STEP else _doubt(case, stage, cause)
-        # Another learning rate scales the updates, too.
-        is_configured = rule is update.scaled and bool(causes)
-        causes += [] if doubt or is_configured else [cause]
-    return Diagnosis(
-        _distinct(causes), excluded + _excluded(case, stage), odd.oddities(case) + ([doubt] if doubt else [])
-    )
+        if not doubt:
+            # Another learning rate scales the updates, too.
+            causes += [] if rule is update.scaled and causes else [cause]
+            doubts = []
+            break
+        doubts.append(doubt)
+    return Diagnosis(_distinct(causes), excluded + _excluded(case, stage), odd.oddities(case) + doubts[:1])
 
 
-def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
-    """Return (the first rule of a stage that names a cause, the cause), or (None, None) if no rule does.
+def _explanations(case: Case, stage: str) -> Iterator[tuple[CauseRule, Cause]]:
+    """Yield (rule, the cause that it names) of the rules of a stage that name one.
 
     The rules of an update are for the built-in AdamW and SGD only, but for those that hold of any.
     """
@@ -117,8 +119,7 @@ def _explained(case: Case, stage: str) -> tuple[CauseRule | None, Cause | None]:
         with contextlib.suppress(NotCaptured):  # the rule then says nothing
             cause = rule(case)
             if cause is not None:
-                return rule, cause
-    return None, None
+                yield rule, cause
 
 
 def _doubt(case: Case, stage: str, cause: Cause) -> str:
@@ -130,10 +131,16 @@ def _doubt(case: Case, stage: str, cause: Cause) -> str:
         later = case.at(failure)
         if _stage(later) != stage:
             continue
-        _, later_cause = _explained(later, stage)
-        if later_cause is None or later_cause.name != cause.name:
+        if not any(_are_one(cause, later_cause) for _, later_cause in _explanations(later, stage)):
             return f"step {case.step} alone, and not step {later.step}, looks like this: {cause.name}: {cause.evidence}"
     return ""
+
+
+def _are_one(cause: Cause, later: Cause) -> bool:
+    """Whether two causes have one name, and one value if they have any."""
+    if cause.value is None or later.value is None:
+        return cause.name == later.name
+    return cause.name == later.name and math.isclose(cause.value, later.value, rel_tol=LEFT)
 
 
 def _stage(case: Case) -> str:

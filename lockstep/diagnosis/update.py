@@ -1,7 +1,7 @@
 """Rules for a first wrong gradient norm, moment, parameter or average. The gradients are right."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -148,12 +148,15 @@ def _are_left_out(case: Case, row: Judgement, is_unchanged: torch.Tensor) -> boo
 def other_beta(case: Case) -> Cause | None:
     """All wrong moments are of one kind, and have one other beta: both the old moment and the new gradient have its weights.
 
-    In a first step there is no old one, and this is a mere factor: a later step must be wrong, too.
+    In a first step there is no old one, and this is a mere factor: these moments must be wrong in a later step, too.
     """
     kinds = [kind for kind in MOMENTS if case.wrong(kind)]
-    if len(kinds) != 1 or (case.step == 1 and not case.first_of_later_steps()):
+    if len(kinds) != 1:
         return None
     kind, betas = kinds[0], []
+    later = any(first.startswith(f"{kind}/") for _, _, first, _ in case.first_of_later_steps())
+    if not (later if case.step == 1 else _have_many_values(case, case.wrong(kind))):
+        return None
     for row in case.wrong(kind):
         old, new = case.moment_before(row.name), case.newest(row.name)
         beta = evidence.multiple_of(case.own(row.name) - new, old - new)
@@ -163,42 +166,55 @@ def other_beta(case: Case) -> Cause | None:
     if not all(math.isclose(1 - beta, 1 - betas[0], rel_tol=evidence.SAME_FACTOR) for beta in betas):
         return None
     name = f"beta{1 + list(MOMENTS).index(kind)}"
-    return Cause(
-        "betas",
-        f"{kind} of {_paths(case.wrong(kind))}: as with {name} = {betas[0]:.4g}, not {MOMENTS[kind]:g}",
-    )
+    sentence = f"{kind} of {_paths(case.wrong(kind))}: as with {name} = {betas[0]:.4g}, not {MOMENTS[kind]:g}"
+    return Cause("betas", sentence, 1 - betas[0])
 
 
 def last_gradients(case: Case) -> Cause | None:
-    """The wrong first moments have the gradient of the step before in the place of this step's."""
-    rows = case.wrong("exp_avg")
-    if case.step == 1 or not rows:
+    """The wrong moments have the gradient of the step before in the place of this step's, with the clipping of either."""
+    if case.step == 1:
         return None
-    for row in rows:
-        kept = MOMENTS["exp_avg"] * case.moment_before(row.name)
-        last = case.own(f"gradient/{row.path}", case.step - 1)
-        factor = evidence.multiple_of(case.own(row.name) - kept, last)  # with the clipping of either step
-        if not 0 < factor <= 1 or not case.explains(row.name, kept + factor * last):
-            return None
-    return Cause("stale gradients", f"the moments of {_paths(rows)} have the gradient of the step before")
+    norm = case.found.norm_of(case.step - 1)
+    for clip in {case.clip, case.clip if norm is None else norm.clip}:
+        if _are_moments_of(case, lambda path: clip * case.own(f"gradient/{path}", case.step - 1)):  # noqa: B023 - called here
+            names = _paths(case.wrong("exp_avg"))
+            return Cause("stale gradients", f"the moments of {names} have the gradient of the step before")
+    return None
 
 
 def clipped_one_by_one(case: Case) -> Cause | None:
     """Each gradient is clipped by its own norm, and not by that of all."""
-    rows, factors = case.wrong("exp_avg"), []
-    for row in rows:
-        kept = MOMENTS["exp_avg"] * case.moment_before(row.name)
-        fresh = case.fresh(row.name) / case.clip
-        factor = evidence.multiple_of(case.own(row.name) - kept, fresh)
-        expected = clip_factor(case.options, case.rows[f"gradient/{row.path}"].distance.own_norm)
-        if not math.isclose(factor, expected, rel_tol=FACTOR):
-            return None
-        if not case.explains(row.name, kept + factor * fresh):
-            return None
-        factors.append(expected)
-    if len(set(factors)) < 2:  # one factor may have another cause
+    factors: list[float] = []
+
+    def clipped(path: str) -> torch.Tensor:
+        # The factor is measured: float32 norms of many elements are off by more than moments may be.
+        gradient, name, beta = case.own(f"gradient/{path}"), f"exp_avg/{path}", MOMENTS["exp_avg"]
+        added = case.own(name) - beta * case.moment_before(name)
+        factor = evidence.multiple_of(added, (1 - beta) * gradient)
+        expected = clip_factor(case.options, case.rows[f"gradient/{path}"].distance.own_norm)
+        factors.append(factor if math.isclose(factor, expected, rel_tol=FACTOR) else math.nan)
+        return factors[-1] * gradient
+
+    # One factor may have another cause.
+    if not _are_moments_of(case, clipped) or max(factors) - min(factors) <= FACTOR:
         return None
-    return Cause("clipping", f"each gradient is clipped by its own norm: {_paths(rows)}")
+    return Cause("clipping", f"each gradient is clipped by its own norm: {_paths(case.wrong('exp_avg'))}")
+
+
+def _are_moments_of(case: Case, gradient_of: Callable[[str], torch.Tensor]) -> bool:
+    """Whether all wrong moments have this gradient of their parameter in the place of the run's own. Some first moments must be wrong."""
+    for kind, beta in MOMENTS.items():
+        for row in case.wrong(kind):
+            gradient = gradient_of(row.path)
+            new = gradient if kind == "exp_avg" else gradient.square()
+            if not case.explains(row.name, beta * case.moment_before(row.name) + (1 - beta) * new):
+                return False
+    return bool(case.wrong("exp_avg"))
+
+
+def _have_many_values(case: Case, rows: list[Judgement]) -> bool:
+    """Whether some tensors have several elements. One number is a multiple of any other."""
+    return any(math.prod(case.dump.layout.parameters[row.path]) > 1 for row in rows)
 
 
 def _paths(rows: list[Judgement]) -> str:
@@ -290,51 +306,53 @@ def _unchanged_shares(case: Case, name: str, own: torch.Tensor, before: torch.Te
 
 
 def of_another_step(case: Case) -> Cause | None:
-    """AdamW corrects the bias of its moments as in another step, or not at all."""
+    """AdamW corrects the bias of its moments as in one other step, or not at all."""
     if case.options["optimizer"] != "adamw":
         return None
     shapes = case.dump.layout.parameters
     rows = sorted(case.wrong("parameter"), key=lambda row: math.prod(shapes[row.path]))
-    for step in (math.inf, *range(1, STEPS)):
-        if rows and all(case.explains(row.name, case.updated(row.path, step)) for row in rows):
-            how = "not corrected" if step == math.inf else f"corrected as in step {step}"
-            sentence = f"the moments are right, and in the update of {_paths(rows)} their bias is {how}"
-            return Cause("bias correction", sentence)
-    return None
+    found = [
+        step
+        for step in (math.inf, *range(1, STEPS + 1))
+        if rows and all(case.explains(row.name, case.updated(row.path, step)) for row in rows)
+    ]
+    if len(found) != 1:  # in bfloat16, any factor may be that of several steps
+        return None
+    how = "not corrected" if found[0] == math.inf else f"corrected as in step {found[0]}"
+    sentence = f"the moments are right, and in the update of {_paths(rows)} their bias is {how}"
+    return Cause("bias correction", sentence)
 
 
 def other_epsilon(case: Case) -> Cause | None:
     """AdamW divides by the root of the second moment and another epsilon, the same in all wrong parameters."""
-    if case.options["optimizer"] != "adamw":
-        return None
     rows = case.wrong("parameter")
-    found = [_epsilon(case, row.path) for row in rows]
-    if not found or not all(
-        math.isclose(eps, found[0], rel_tol=LEFT) and case.explains(row.name, case.updated(row.path, eps=eps))
-        for row, eps in zip(rows, found, strict=True)
-    ):
+    if case.options["optimizer"] != "adamw" or not _have_many_values(case, rows):
         return None
+    found = [_epsilon(case, row.path) for row in rows]
+    for row, eps in zip(rows, found, strict=True):
+        if not (eps >= 0 and math.isclose(eps, found[0], rel_tol=LEFT)):
+            return None
+        if not case.explains(row.name, case.updated(row.path, eps=eps)):
+            return None
     sentence = (
         f"the moments are right; the update of {_paths(rows)} has an epsilon of {found[0]:.3g}, not {EPS:g}"
     )
-    return Cause("optimizer settings", sentence)
+    return Cause("optimizer settings", sentence, found[0])
 
 
 def _epsilon(case: Case, parameter: str) -> float:
-    """Return the epsilon of a parameter's update: a mean over the elements, weighed by how far each moved.
+    """Return the epsilon of a parameter's update: least squares over the elements, in proportion to their right updates.
 
     With r, the root of the second moment: update (r + epsilon) = right update (r + EPS).
     """
     unmoved = case.updated(parameter, eps=math.inf)
     update, right_update = case.own(f"parameter/{parameter}") - unmoved, case.updated(parameter) - unmoved
-    root = (case.own(f"exp_avg_sq/{parameter}") / (1 - BETAS[1] ** case.step)).sqrt()
-    epsilons = right_update * (root + EPS) - update * root  # times the update
-    size = float(update.abs().sum())
-    return float((epsilons * update.sign()).sum()) / size if size else math.nan
+    root = (case.own(f"exp_avg_sq/{parameter}") / (1 - BETAS[1] ** case.step)).sqrt() + EPS
+    return evidence.multiple_of(right_update - update * (root - EPS) / root, update / root)
 
 
 def exchanged(case: Case) -> Cause | None:
-    """The parts of wrong parameters, one for each rank along an axis, are right and in another order."""
+    """The parts of wrong parameters along dim 0, as many as an axis has ranks, are right and in another order."""
     shown = []
     for row in case.wrong("parameter"):
         own, right = case.own(row.name), case.right(row.name)
@@ -363,13 +381,10 @@ def scaled(case: Case) -> Cause | None:
     """The changes of all wrong parameters are the right ones times one factor."""
     rows = case.wrong("parameter")
     factor = case.factor(rows)
-    if factor is None:
+    if factor is None or not _have_many_values(case, rows):
         return None
     which = "all parameters" if len(rows) == len(case.judged("parameter")) else _paths(rows)
-    times = evidence.shown(factor)
-    return Cause(
-        "update scale", f"the moments are right; the change of {which} is {times} times what it should be"
-    )
+    return Cause("update scale", f"the change of {which} is {evidence.shown(factor)} times what it should be")
 
 
 def other_decay(case: Case) -> Cause | None:
@@ -378,7 +393,7 @@ def other_decay(case: Case) -> Cause | None:
     for row in rows:
         before, updated = case.before(row.path), case.updated(row.path)
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
-        # Of weights that are all equal, a multiple is a constant. It may be anything but the configured decay.
+        # Of weights that are all equal, a multiple is a constant. Only one as large as the configured decay shows it.
         known = case.options["weight_decay"] * case.rate
         if bool((before == before.flatten()[0]).all()) and not math.isclose(abs(factor), known, rel_tol=LEFT):
             return None

@@ -16,7 +16,8 @@ PATIENCE = 30  # seconds for a program to end
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 # What C++, the C library and Python say before they abort their process. It does not say which rank's.
 ABORTED = re.compile(
-    r"^(?:terminate called|\s*what\(\)|Fatal Python error|free\(\)|malloc\(|double free|corrupted ).*", re.M
+    r"^(?:terminate called|\s*what\(\)|Fatal Python error|free\(\)|malloc\(|double free|corrupted (?:size|double|unsorted)).*",
+    re.M,
 )
 LARGEST = 16 << 20  # bytes of a log; a strategy that prints in every step must not fill the disk
 KEPT = 4 << 20  # bytes of the beginning of a log that is cut, and as many of its end
@@ -77,8 +78,8 @@ def failure(program: str, status: int, log: str) -> str:
     if said:
         # The first line that says more than that another rank has ended, if there is one
         line = min(said, key=lambda line: bool(LOST.search(line)))
-        words = ABORTED.findall(log) if signal.SIGABRT.name in line else []
-        return printable("; ".join([line, *(word.strip() for word in words[:2])]))
+        words = ABORTED.findall(log.partition(line)[0]) if signal.SIGABRT.name in line else []
+        return printable("; ".join([line, *(word.strip() for word in words[-2:])]))
     if status < 0:
         return killed_by(-status)
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "no output")

@@ -29,7 +29,7 @@ class Stage(NamedTuple):
     number: int
     stages: int
     is_trial: bool  # whether it is called to learn the shapes of what it returns, and not for a micro batch
-    beside: dict[int, torch.nn.Module]  # by their numbers, the other stages that the rank has in its schedule
+    of_rank: dict[int, torch.nn.Module]  # by their numbers, the stages that the rank has in its schedule
 
 
 def stage() -> Stage | None:
@@ -52,8 +52,8 @@ def stage() -> Stage | None:
         frame = frame.f_back
     if owner is None:
         return None
-    beside = {one.stage_index: one.submod for one in getattr(schedule, "_stages", ()) if one is not owner}
-    return Stage(owner.stage_index, owner.num_stages, "forward_one_chunk" not in functions, beside)
+    of_rank = {one.stage_index: one.submod for one in getattr(schedule, "_stages", ())}
+    return Stage(owner.stage_index, owner.num_stages, "forward_one_chunk" not in functions, of_rank)
 
 
 def autocast_of(model: torch.nn.Module) -> str | None:

@@ -62,7 +62,7 @@ from lockstep.recorder import (
 from lockstep.recorder.callers import callers
 from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
-from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks
+from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.step import harmless
 from lockstep.recorder.step_tensors import digest_of, generators, order_of
@@ -211,10 +211,10 @@ class Recorder(Updates):
             return
         if self.stage is not None or (self.removing and not self.micro):
             stage = parallelism.stage()
-            if stage is not None and stage.is_trial:
-                return
             if stage is not None and self.stage is None:
                 self._record_stages(stage)
+            if stage is not None and stage.is_trial:
+                return
         given = self._arguments_by_name(arguments, options)
         noted = dict(NOTED)
         NOTED.clear()
@@ -244,17 +244,24 @@ class Recorder(Updates):
         self._begin_micro_batch(given, noted)
 
     def _record_stages(self, stage: parallelism.Stage) -> None:
-        """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and those beside it."""
+        """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and the others."""
         # Remove an earlier recording
         for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
             shutil.rmtree(earlier, ignore_errors=True)
-        for number, module in stage.beside.items():
-            beside = {**stage.beside, stage.number: self.model}
-            del beside[number]
-            other = Recorder(module, self.folder, self.steps, self.modules, self.whole_run.loaders)
-            other.see_stage(stage._replace(number=number, beside=beside))
-            self.other_stages.append(other)
-        self.see_stage(stage)
+        recorders = {stage.number: self}
+        for number in stage.of_rank.keys() - {stage.number}:
+            module = stage.of_rank[number]
+            names = (wrapped.clean(name) for name, _ in module.named_modules())
+            modules = self.modules if any(matches(name, self.modules) for name in names) else ""
+            recorders[number] = Recorder(module, self.folder, self.steps, modules, self.whole_run.loaders)
+            recorders[number].whole_run.in_evaluation = self.whole_run.in_evaluation
+        for number, recorder in recorders.items():
+            recorder.of_rank = [*recorders.values()]
+            recorder.see_stage(stage._replace(number=number))
+        # The last stage has the loss.
+        see_loss = recorders[max(recorders)]._see_loss
+        losses.WATCHING.remove(see_loss)
+        losses.WATCHING.append(see_loss)
 
     def _begin_micro_batch(self, given: dict[str, Any], noted: dict[str, Any]) -> None:
         """Keep what a forward pass begins with: inputs, buffers, attributes, modes, states of generators.

@@ -79,8 +79,8 @@ class StepRecorder:
         self.signature = inspect.signature(self.model.forward)
         self.step, self.given_up = 1, False
         self.stage: parallelism.Stage | None = None
-        # Recorders of the other stages that this rank has of a pipeline; they end with this one
-        self.other_stages: list[StepRecorder] = []
+        # This recorder, or those of all stages that the rank has of a pipeline, which end together. The first one made the others.
+        self.of_rank: list[StepRecorder] = [self]
         # Of the last step: this rank, the number of ranks, and their groups
         self.ranks: dict[str, Any] = {}
         # Whether torch.compile compiled the optimizer's step, and the model
@@ -115,6 +115,8 @@ class StepRecorder:
                 lambda *given: parallelism.require_not_fsdp1(self.model, *given[1:2]),
             )
         ]
+        # Likewise, of a recorder that has ended before the others of its rank
+        self.over: list[Callable[[], None]] = []
         self.error = ""  # what ended the run
         # What removes hooks that stay until the end of the run
         self.always: list[Callable[[], None]] = []
@@ -153,9 +155,11 @@ class StepRecorder:
         self.folder = self.folder / f"stage_{stage.number}"
 
     def stop(self) -> None:
-        """Write a step that is over, and remove the hooks."""
-        for other in reversed(self.other_stages):
-            other.stop()
+        """Write a step that is over, and remove the hooks, for all stages of the rank."""
+        for recorder in reversed(self.of_rank):
+            recorder._stop()
+
+    def _stop(self) -> None:
         if self.optimizers:
             self._write()
         if self.step == 1 and self.removing and not self.given_up:
@@ -170,6 +174,7 @@ class StepRecorder:
         self._remove_hooks()
         for remove in self.always:
             remove()
+        self.always = []
         # The error is the user's. Another one, as of a full disk, must not take its place.
         with contextlib.suppress(OSError):
             if self.error and self._rank_folder.is_dir():
@@ -177,14 +182,14 @@ class StepRecorder:
 
     def see_error(self, error: Exception) -> None:
         """Note the error that ends the run, in words: the error itself would keep all that its frames hold."""
-        self.error = f"{type(error).__name__}: {first_line(error)}"
-        for other in self.other_stages:
-            other.see_error(error)
+        for recorder in self.of_rank:
+            recorder.error = f"{type(error).__name__}: {first_line(error)}"
 
     def discard(self) -> None:
         """End the recording, and leave out the step that has begun."""
-        self.given_up = True
-        self._begin()
+        for recorder in self.of_rank:
+            recorder.given_up = True
+            recorder._begin()
         # The disk may be full, for instance.
         with contextlib.suppress(Exception):
             self.stop()
@@ -196,9 +201,15 @@ class StepRecorder:
         say(message)
 
     def _remove_hooks(self) -> None:
-        for remove in self.removing:
-            remove()
+        """Remove the hooks, once all recorders of the rank have ended: functions that they replaced are put back in the reverse order."""
+        self.over += self.removing
         self.removing = []
+        if any(recorder.removing for recorder in self.of_rank):
+            return
+        for recorder in reversed(self.of_rank):
+            for remove in recorder.over:
+                remove()
+            recorder.over = []
 
     def _begin(self) -> None:
         """Begin a step."""

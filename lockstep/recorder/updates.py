@@ -42,8 +42,8 @@ class Updates(StepRecorder):
     def see_clip(self, parameters: list[torch.Tensor], max_norm: float, total_norm: torch.Tensor) -> None:
         """Record that gradients are clipped by their norm."""
         own = self._own_parameters(parameters)
-        # Otherwise, the gradients are those of another model.
-        if not own:
+        # Otherwise, the gradients are those of another model, or other stages of the rank are still recorded.
+        if not (own and self.removing):
             return
         norm = whole(total_norm)
         # In the dtype of the norm, which may be bfloat16
@@ -72,7 +72,8 @@ class Updates(StepRecorder):
     @harmless
     def see_value_clip(self, parameters: list[torch.Tensor], bound: float) -> None:
         """Record that each element of the gradients is clipped to at most `bound`, and the gradients before."""
-        grads = {name: p.grad for name, p in self._own_parameters(parameters).items() if p.grad is not None}
+        own = self._own_parameters(parameters) if self.removing else {}
+        grads = {name: p.grad for name, p in own.items() if p.grad is not None}
         for name, gradient in grads.items():
             if f"unclipped/{name}" not in self.kept.places:
                 self.kept.keep_shard(f"unclipped/{name}", gradient)
@@ -93,8 +94,8 @@ class Updates(StepRecorder):
         return {name: p for name, p in wrapped.named_parameters(self.model).items() if id(p) in ids}
 
     def _strangers(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the given tensors that are no parameters of the model, nor of other stages of its pipeline: these have recorders."""
-        stages = [self.model, *(self.stage.beside.values() if self.stage else ())]
+        """Return the given tensors that are no parameters of the model, nor of other stages of the rank: these have recorders."""
+        stages = [self.model, *(self.stage.of_rank.values() if self.stage else ())]
         known = {id(p) for stage in stages for p in wrapped.named_parameters(stage).values()}
         return [tensor for tensor in given if id(tensor) not in known]
 
@@ -178,6 +179,9 @@ class Updates(StepRecorder):
         parameters = wrapped.named_parameters(self.model)
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = self._strangers(held)
+        if held and not strangers and not any(id(parameter) in names for parameter in held):
+            return  # of another stage of the rank
         lasting = self.first_steps.setdefault(optimizer, self.step) < self.step
         if not self.optimizers and self._is_of_another_model(optimizer):
             # The micro batches are in that model's loss, unless a gradient arrives later, or is kept until the model's own optimizer
@@ -186,8 +190,8 @@ class Updates(StepRecorder):
             for number, micro_batch in enumerate(self.micro):
                 micro_batch["elsewhere"] |= number not in arrived_before
             self.arrived_since = False
-            self.elsewhere += len(held)
-            self.other_replicas += _replicas(held, lasting=lasting)
+            self.elsewhere += len(strangers)
+            self.other_replicas += _replicas(strangers, lasting=lasting)
             return
         if not self.arrived_since:
             for micro_batch in self.micro:
@@ -221,7 +225,6 @@ class Updates(StepRecorder):
                 gradient = gradient if scale is None else gradient / scale
                 self.kept.keep_shard(f"gradient/{names[id(parameter)]}", gradient)
         description, tensors = described(optimizer, self.model, len(self.optimizers))
-        strangers = self._strangers(held)
         self.optimizers.append(
             {
                 **description,

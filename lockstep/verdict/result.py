@@ -21,10 +21,11 @@ Failure = tuple[int, float, str, str]  # (step, position in it, tensor, what is 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause and the evidence for it."""
+    """A cause and the evidence for it. `value` is a number of it that must be the same in all steps."""
 
     name: str
     evidence: str
+    value: float | None = field(default=None, compare=False)
 
 
 @dataclass

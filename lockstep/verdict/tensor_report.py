@@ -54,7 +54,7 @@ def _summary(result: Result) -> dict[str, Sequence[Line]]:
         "Notes": notes(result),
         "First tensor that is too far": first_tensors(result),
         "Each module by itself": by_themselves(result) if result.has_reference else [],
-        "Cause": causes(result) if result.outcome != "PASS" else [],
+        "Cause": causes(result) if any(result.verdict(name) != "PASS" for name in result.runs) else [],
     }
     return {title: lines for title, lines in sections.items() if lines}
 

@@ -1,11 +1,19 @@
 """Pipelines of torch are judged stage by stage, and what a stage hands on is what the next one is called with."""
 
+import importlib
+import json
+import os
 import shutil
+import sys
 
 import pytest
-from stacks import changed, require_recorded, row, run_all
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from stacks import EXAMPLES, changed, require_recorded, row, run_all
 
-from lockstep import judge
+from lockstep import judge, record
+from lockstep.recorder.recorder import Recorder
 
 STEP = "        optimizer.step()\n"
 BUILT = "    stage = PipelineStage("
@@ -273,3 +281,76 @@ def test_a_rank_of_a_stage_that_did_not_record(runs, tmp_path, capsys):
     shutil.rmtree(run / "stage_1" / "rank_3")
     assert judge.main([str(run)]) == 2
     assert "rank 3 of 4 recorded no step of a stage" in capsys.readouterr().err
+
+
+REPLACED = (
+    (torch.autograd, "grad"),
+    (torch.autograd, "backward"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    (torch.nn.functional, "cross_entropy"),
+    (torch.amp.GradScaler, "step"),
+    (dist, "all_reduce"),
+    (os, "_exit"),
+)
+# What is recorded of both stages of the only rank -> what the judge says at last
+ONE_RANK = {
+    "the first stage is named": "PASS: 2 stages; 2 steps",
+    "the second stage is named": "PASS: 2 stages; 2 steps",
+    "in evaluation mode": "PASS: 2 stages; 2 steps",
+    "modules of the first stage": "PASS: 2 stages; 2 steps",
+    "an optimizer for each stage": "PASS: 2 stages; 2 steps",
+    "an error in the other stage": None,
+}
+
+
+def both_stages(folder, what):
+    """Train and record on one rank that has both stages, and write the functions that are still replaced afterwards."""
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module("pipeline")
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    torch.manual_seed(0)
+    nets = [example.Stage(number, 2) for number in range(2)]
+    if what == "in evaluation mode":
+        for net in nets:
+            net.eval()
+    stages = [PipelineStage(net, number, 2, torch.device("cpu")) for number, net in enumerate(nets)]
+    schedule = ScheduleInterleaved1F1B(stages, example.MICRO, loss_fn=example.loss_of)
+    parameters = [list(net.parameters()) for net in nets]
+    if what != "an optimizer for each stage":
+        parameters = [sum(parameters, [])]
+    optimizers = [torch.optim.AdamW(held, lr=1e-3) for held in parameters]
+    ids = torch.randint(0, example.VOCABULARY, (4, 2 * example.MICRO, example.LENGTH + 1))
+    before = [getattr(place, name) for place, name in REPLACED]
+    named = nets[what == "the second stage is named"]
+    pattern = "embedding" if what == "modules of the first stage" else None
+    if what == "an error in the other stage":
+        real = Recorder._keep_inputs
+        Recorder._keep_inputs = (
+            lambda recorder, *given: real(recorder, *given) if recorder.model is named else 1 / 0
+        )
+    with record(named, folder / "run", modules=pattern):
+        for one in ids:
+            schedule.step(one[:, :-1], target=one[:, 1:])
+            torch.nn.utils.clip_grad_norm_(sum(parameters, []), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    replaced = [
+        name for (place, name), own in zip(REPLACED, before, strict=True) if getattr(place, name) is not own
+    ]
+    (folder / "replaced.json").write_text(json.dumps(replaced))
+
+
+@pytest.mark.parametrize("what", ONE_RANK)
+def test_a_rank_with_both_stages(tmp_path, capsys, what):
+    said = run_ranks(1, "recorded.test_pipelines:both_stages", tmp_path, what)
+    assert json.loads((tmp_path / "replaced.json").read_text()) == []
+    if ONE_RANK[what] is None:
+        assert said.count("the training goes on without it") == 1 and "ZeroDivisionError" in said
+        assert not [*tmp_path.rglob("step_*.json")]
+        return
+    assert judge.main([str(tmp_path / "run")]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith(ONE_RANK[what]) and "other models" not in out, out
