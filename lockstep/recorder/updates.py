@@ -180,10 +180,10 @@ class Updates(StepRecorder):
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strangers = self._strangers(held)
-        if held and not strangers and not any(id(parameter) in names for parameter in held):
-            return  # of another stage of the rank
         lasting = self.first_steps.setdefault(optimizer, self.step) < self.step
         if not self.optimizers and self._is_of_another_model(optimizer):
+            if held and not strangers:
+                return  # of another stage of the rank
             # The micro batches are in that model's loss, unless a gradient arrives later, or is kept until the model's own optimizer
             # steps. What arrived before this optimizer's gradients were set to zero was not for it.
             arrived_before = self.before_zeroing.get(_first_parameter(optimizer), ())
