@@ -301,7 +301,7 @@ def verdict(options: argparse.Namespace, flags: list[str]) -> int:
 
         steps = tensor_report.steps_in_words([row for run in result.runs.values() for row in run.rows])
         report = f"Tensors  of {steps}: {printable(config.capture_dir / 'report.html')} and report.md"
-    if judged.problem and result is not None and result.outcome == "CONFIGURED DIFFERENTLY":
+    if judged.problem and result is not None and any(run.configuration for run in result.runs.values()):
         print("\n".join(["", *explanations(judged, result), report, "", result.outcome]))
         return 1
     curve_report.draw(judged.histories, judged.control, judged.tolerance, figure)

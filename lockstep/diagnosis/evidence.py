@@ -67,17 +67,19 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
     return fraction if are_scattered else None
 
 
-def are_rounded_to_bfloat16(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether all tensors of these pairs (tensor, its reference) are bfloat16 numbers, off by about as much as rounding to bfloat16.
+def rounded_to(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """Return "bfloat16" or "float16" if all tensors of these pairs (tensor, its reference) are such numbers; "" if not.
 
-    Many float32 numbers are not all bfloat16 numbers by chance. Zeros and ones are, so some tensor must have many values.
+    They must be off by no more than rounding. Many float32 numbers are not all 16-bit numbers by chance. Zeros and ones are, so some
+    tensor must have many values.
     """
-    has_many_values = False
-    for own, reference in pairs:
-        if not bool((own == own.bfloat16().double()).all()) or not relative_error(own, reference) <= 2.0**-5:
-            return False
-        has_many_values = has_many_values or len(own.unique()) >= 16
-    return has_many_values
+    pairs = list(pairs)
+    has_many_values = any(len(own.unique()) >= 16 for own, _ in pairs)
+    are_near = all(relative_error(own, reference) <= 2.0**-5 for own, reference in pairs)
+    for dtype in (torch.bfloat16, torch.float16) if has_many_values and are_near else ():
+        if all(bool((own == own.to(dtype).double()).all()) for own, _ in pairs):
+            return str(dtype).removeprefix("torch.")
+    return ""
 
 
 def order_of_rows(own: torch.Tensor, reference: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@ on convincing evidence: a value that was recomputed from the dump and is what th
 import torch
 
 from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.diagnosis.case import LEFT, MOMENTS, Case, describe
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
@@ -206,20 +206,22 @@ def mask_off_by_one(case: Case) -> Cause | None:
 
 
 def rounded(case: Case) -> Cause | None:
-    """Every element of the wrong tensors is a bfloat16 number, in a run that computes them in float32.
+    """Every element of the wrong tensors is a bfloat16 or a float16 number, in a run that computes them in float32.
 
-    In autocast, only parameters are: gradients are float32 sums of bfloat16 products.
+    In autocast, only moments and parameters are: gradients are float32 sums of bfloat16 products.
     """
     kind = case.first.partition("/")[0]
     names = [case.first] if kind == "forward" else [row.name for row in case.wrong(kind)]
-    is_float32 = case.options["precision"] in (("fp32", "autocast") if kind == "parameter" else ("fp32",))
+    is_update = kind in ("parameter", *MOMENTS)
+    is_float32 = case.options["precision"] in (("fp32", "autocast") if is_update else ("fp32",))
     if kind == "forward":
         is_float32 &= case.entry["tensors"][case.first]["dtype"] == "F32"
-    if not is_float32 or not evidence.are_rounded_to_bfloat16((case.own(n), case.right(n)) for n in names):
+    dtype = evidence.rounded_to((case.own(name), case.right(name)) for name in names) if is_float32 else ""
+    if not dtype:
         return None
     what = describe(_name(case)) if kind == "forward" else f"{len(names)} {kind}s"
-    run = "" if kind == "parameter" else ", in a float32 run"
-    return Cause("precision", f"every element of {what} is a bfloat16 number{run}")
+    run = "" if is_update else ", in a float32 run"
+    return Cause("precision", f"every element of {what} is a {dtype} number{run}")
 
 
 def sum_over_tp(case: Case) -> Cause | None:

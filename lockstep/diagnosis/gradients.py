@@ -104,10 +104,11 @@ def _one_replica_only(case: Case, known: list[recompute.Contributions], size: in
 def uneven_samples(case: Case) -> Cause | None:
     """Every wrong gradient is right except for the weights of the micro batches in it.
 
-    At least half of the gradients are wrong.
+    If fewer than half of the gradients are wrong, the weights must be unequal: one factor may be anything.
     """
-    if len(_wrong(case)) < len(case.judged("gradient")) / 2 or case.wrong("backward"):
+    if case.wrong("backward"):
         return None
+    are_few = len(_wrong(case)) < len(case.judged("gradient")) / 2
     known = _some_known(case)
     weights = []
     for contributions in known:
@@ -119,7 +120,10 @@ def uneven_samples(case: Case) -> Cause | None:
         float((other - weights[0]).abs().max()) <= evidence.SAME_FACTOR for other in weights
     ):
         return None
-    return cause_of_weights(case, weights[0], "every gradient")
+    if are_few and float((weights[0] - weights[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
+        return None
+    what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
+    return cause_of_weights(case, weights[0], what)
 
 
 def one_factor(case: Case) -> Cause | None:

@@ -445,6 +445,7 @@ def other_average(case: Case) -> Cause | None:
 
 NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
 MOMENT_RULES = (
+    rounded,
     moments_lost,
     step_left_out,
     last_gradients,

@@ -337,7 +337,8 @@ class TorchStrategy:
             if isinstance(self.wrapped, FSDPModule)
             else None
         )
-        return configured or gradient_of(parameter).dtype
+        # An update may have freed the gradient. Torch gives it the dtype of its parameter.
+        return configured or (parameter if parameter.grad is None else gradient_of(parameter)).dtype
 
 
 def _require_module(wrapped: Any, model: torch.nn.Module, name: str, frozen: set[str]) -> None:

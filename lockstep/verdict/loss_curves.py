@@ -26,11 +26,11 @@ from lockstep.verdict.loss_tolerance import (
 )
 
 PASS, FAIL, NOT_JUDGED = "PASS", "FAIL", "NOT JUDGED"
-VERDICTS = ("CONFIGURED DIFFERENTLY", FAIL, NOT_JUDGED, PASS)  # the worst first
+VERDICTS = (FAIL, "CONFIGURED DIFFERENTLY", NOT_JUDGED, PASS)  # the worst first
 
 
 def worst(outcomes: Iterable[str]) -> str:
-    """Return the worst of some outcomes: FAIL if there is one, else NOT JUDGED, else PASS."""
+    """Return the worst of some outcomes, in the order of VERDICTS."""
     return min(outcomes, key=VERDICTS.index)
 
 

@@ -84,6 +84,11 @@ from ddp_strategy import DDPStrategy
 class Good(DDPStrategy):
     axes = ("dp",)
 
+    def update(self):
+        norm = super().update()
+        self.optimizer.zero_grad()
+        return norm
+
 class Breaks(Good):
     def update(self):
         raise RuntimeError("it broke")
@@ -101,7 +106,7 @@ def test_a_strategy_that_fails_does_not_take_the_others_along(tmp_path):
     arguments = ["--output_dir", folder, "--seq_length", "32", "--batch_size", "2", "--tp_size", "1"]
     done = verify(*arguments, "--strategies", f"ddp,{own}:Breaks,{own}:Good,{own}:Bad")
     reason = (
-        rf"job 2 of 5, {own}:Breaks, failed: rank [01] failed: RuntimeError: it broke, .*own.py:10; .*log.txt"
+        rf"job 2 of 5, {own}:Breaks, failed: rank [01] failed: RuntimeError: it broke, .*own.py:15; .*log.txt"
     )
     assert re.search(rf"run_verification.py: {reason}; the other strategies go on", done.stderr), done.stderr
     assert done.returncode == 1 and done.stdout.endswith("FAIL\n"), done.stdout

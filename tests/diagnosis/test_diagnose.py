@@ -80,19 +80,14 @@ def test_zeros_in_a_block_are_no_dropout():
     assert evidence.dropped_elements(EXACT * columns / 0.9, EXACT) is None
 
 
-def test_rounded_to_bfloat16():
-    rounded = EXACT.bfloat16().double()
-    assert evidence.are_rounded_to_bfloat16([(rounded, EXACT)])
-    assert evidence.are_rounded_to_bfloat16(
-        [(rounded, EXACT), (torch.ones(9).double(), torch.ones(9).double())]
-    )
-    assert not evidence.are_rounded_to_bfloat16([(EXACT.float().double(), EXACT)])
-    assert not evidence.are_rounded_to_bfloat16(
-        [(torch.ones(99).double(), torch.ones(99).double())]
-    )  # telling nothing
-    assert not evidence.are_rounded_to_bfloat16(
-        [(rounded, 2 * EXACT)]
-    ) and not evidence.are_rounded_to_bfloat16([])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded(dtype):
+    rounded, ones = EXACT.to(getattr(torch, dtype)).double(), torch.ones(99).double()
+    assert evidence.rounded_to([(rounded, EXACT)]) == dtype
+    assert evidence.rounded_to([(rounded, EXACT), (ones, ones)]) == dtype
+    assert evidence.rounded_to([(rounded, EXACT), (EXACT.float().double(), EXACT)]) == ""
+    assert evidence.rounded_to([(ones, ones)]) == ""  # telling nothing
+    assert evidence.rounded_to([(rounded, 2 * EXACT)]) == evidence.rounded_to([]) == ""
 
 
 def test_what_a_captured_name_stands_for():
@@ -315,6 +310,7 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "twice, where nothing is summed": ({"forward/col": twice}, [], "it is 2 = tp or dp times the right one"),
     "one dp rank's samples": ({"gradient/col.weight": of_samples(slice(2, 4), 2)}, ["dp reduction missing"], "DP rank 1's"),
     "own parts": ({"gradient/col.weight": own_parts}, ["dp reduction missing"], "DP rank 0 or 1's"),
+    "one micro batch twice, the other never": ({"gradient/col.weight": lambda t, e: of_samples(slice(0, 1), 2)(t, e) + of_samples(slice(2, 3), 2)(t, e)}, [], ""),
     "one sample of four left out": ({"gradient/col.weight": of_samples(slice(3), 1)}, [], ""),
     "one dp rank at half its weight": ({"gradient/col.weight": lambda t, e: t - of_samples(slice(2), 0.5)(t, e)}, [], "DP rank 0: 0.5; DP rank 1: 1"),
     "a flipped sign of a gradient": ({"gradient/col.weight": flip}, [], r"\[3, 4\] is .*: its sign is flipped"),
@@ -338,6 +334,7 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "a negative epsilon": (updated_by(eps=-0.1), [], ""),
     "halves in the other order": ({"parameter/col.weight": lambda t, e: t.roll(32, 0)}, ["pieces exchanged"], "col.weight has the parts 1, 0 of 2"),
     "a third moved": ({"parameter/col.weight": lambda t, e: t.roll(20, 0)}, [], "64 rows are in other places"),
+    "moments in bfloat16": ({f"exp_avg/{name}": lambda t, e: t.bfloat16().double() for name in PARAMETERS}, ["precision"], "every element of 4 exp_avgs is a bfloat16 number"),
     "weight decay": (of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "a vector that is off otherwise": ({"parameter/norm.weight": lambda t, e: t - 1e-3}, [], ""),
 }  # fmt: skip
