@@ -21,7 +21,7 @@ from lockstep.recorder.updates import Updates
 
 
 def watch(recorder: Updates) -> bool:
-    """Wrap the engine's step if DeepSpeed has been imported. Return whether it has."""
+    """Wrap the engine's update if DeepSpeed has been imported. Return whether it has."""
     if "deepspeed" not in sys.modules:
         return False
     from deepspeed.runtime import engine as file
@@ -31,12 +31,12 @@ def watch(recorder: Updates) -> bool:
         kind for kind in vars(lr_schedules).values() if isinstance(kind, type) and "step" in vars(kind)
     ]
     recorder.whole_run.see_schedules(own_schedules)
-    real_step, real_clip = file.DeepSpeedEngine.step, file.clip_grad_norm_
+    # An engine of a pipeline makes its update without `step`.
+    real_update, real_clip = file.DeepSpeedEngine._take_model_step, file.clip_grad_norm_
 
-    def step(engine: Any, *arguments: Any, **options: Any) -> Any:
+    def update(engine: Any, *arguments: Any, **options: Any) -> Any:
         is_recorded = (
-            engine.is_gradient_accumulation_boundary()
-            and wrapped.inner(engine) is recorder.model
+            wrapped.inner(engine) is recorder.model
             and recorder.micro
             and not isinstance(engine.optimizer, torch.optim.Optimizer)
         )
@@ -47,7 +47,7 @@ def watch(recorder: Updates) -> bool:
                 )
             recorder.engine_steps = True
             _see_gradients(recorder, engine)
-        result = real_step(engine, *arguments, **options)
+        result = real_update(engine, *arguments, **options)
         if is_recorded:
             _see_update(recorder, engine)
         return result
@@ -58,7 +58,10 @@ def watch(recorder: Updates) -> bool:
         recorder.see_clip(parameters, float(max_norm), torch.as_tensor(norm))
         return norm
 
-    recorder.removing += [replace(file.DeepSpeedEngine, "step", step), replace(file, "clip_grad_norm_", clip)]
+    recorder.removing += [
+        replace(file.DeepSpeedEngine, "_take_model_step", update),
+        replace(file, "clip_grad_norm_", clip),
+    ]
     return True
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from lockstep.ground.errors import UserError
 from lockstep.recorder.wrapped import clean, fsdp_groups
 
-OTHER_PIPELINES = (".runtime.pipe.", "pipeline_parallel")
+OTHER_PIPELINES = ("pipeline_parallel",)
 
 
 def require_not_fsdp1(model: torch.nn.Module, *wrapped: torch.nn.Module) -> None:
@@ -33,16 +33,19 @@ class Stage(NamedTuple):
 
 
 def stage() -> Stage | None:
-    """Return the stage of a pipeline of torch that calls the model; None if none does.
+    """Return the stage of a pipeline, of torch or of a PipelineEngine, that calls the model; None if none does.
 
     Raises UserError for a pipeline of another library.
     """
     frame, owner, functions, schedule = inspect.currentframe(), None, set[str](), None
     while frame is not None:
         caller = frame.f_globals.get("__name__", "")
+        if caller.endswith(".runtime.pipe.engine") and frame.f_code.co_name == "_exec_forward_pass":
+            engine = frame.f_locals["self"]
+            return Stage(engine.stage_id, engine.num_stages, False, {engine.stage_id: engine.module})
         if any(word in caller for word in OTHER_PIPELINES):
             raise UserError(
-                f"the model is a stage of a pipeline, called by {caller}, whose stages are not known; use torch.distributed.pipelining, or record a run without pipeline parallelism"
+                f"the model is a stage of a pipeline, called by {caller}, whose stages are not known; use torch.distributed.pipelining or DeepSpeed's PipelineEngine, or record a run without pipeline parallelism"
             )
         if caller == "torch.distributed.pipelining.stage":
             owner = frame.f_locals.get("self", owner)

@@ -224,23 +224,61 @@ INTERLEAVED = {
 }  # fmt: skip
 
 
+DRAWN = "    data = batches("
+# By DeepSpeed's engine. Name -> likewise
+BY_DEEPSPEED = {
+    "ZeRO 1": (4, "--max_norm 0.1", {}, "PASS: 2 stages; 2 steps", f"{TOKENS}, clipped from a norm of "),
+    "no ZeRO": (2, "--zero_stage 0", {}, "PASS: 2 stages; 2 steps", TOKENS),
+    "bf16": (2, "--bf16 --max_norm 0.1", {}, "PASS: 2 stages; 2 steps", f"{TOKENS}, clipped from a norm of "),
+    "norm of the first stage": (  # docs/findings.md
+        2,
+        "--zero_stage 0 --max_norm 0.1",
+        {},
+        "FAIL: stage 0: step 1: the gradient was clipped by a norm of ",
+        "times that of the reference's gradient",
+    ),
+    "a wrong module in DeepSpeed": (
+        2,
+        "",
+        {DRAWN: "    if hasattr(net, '4'):\n        getattr(net, '4').up.register_forward_hook(lambda _, __, out: 1.01 * out)\n" + DRAWN},
+        "FAIL: stage 1: step 1: forward/4.up (micro batch ",
+        "it is 1.01 times the reference's",
+    ),
+    "one batch for all ranks": (
+        4,
+        "",
+        {"batches(engine.grid.get_data_parallel_rank())": "batches(0)"},
+        "FAIL: stage 0: step 1: ranks 0, 1 were called with the same micro batch 0",
+        TOKENS,
+    ),
+}  # fmt: skip
+
+
+OF_EXAMPLES = {
+    "pipeline.py": PIPELINES,
+    "interleaved_pipeline.py": INTERLEAVED,
+    "deepspeed_pipeline.py": BY_DEEPSPEED,
+}
+ALL = PIPELINES | INTERLEAVED | BY_DEEPSPEED
+
+
 @pytest.fixture(scope="module")
 def runs(new_folder):
     """The folder with the recordings of all rows."""
     folder = new_folder("pipelines")
     rows = [
         row(folder, name, ranks, changed(folder / name, example, changes), arguments)
-        for example, examples in (("pipeline.py", PIPELINES), ("interleaved_pipeline.py", INTERLEAVED))
+        for example, examples in OF_EXAMPLES.items()
         for name, (ranks, arguments, changes, *_) in examples.items()
     ]
     run_all(folder, rows)
     return folder
 
 
-@pytest.mark.parametrize("name", [*PIPELINES, *INTERLEAVED])
+@pytest.mark.parametrize("name", ALL)
 def test_a_pipeline(runs, name, capsys):
     require_recorded(runs / name)
-    *_, verdict, says = {**PIPELINES, **INTERLEAVED}[name]
+    *_, verdict, says = ALL[name]
     status = judge.main([str(runs / name / "run")])
     said = capsys.readouterr().out
     assert status == int(verdict.startswith("FAIL")), said
