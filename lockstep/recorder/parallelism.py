@@ -45,7 +45,7 @@ def stage() -> Stage | None:
             return Stage(engine.stage_id, engine.num_stages, False, {engine.stage_id: engine.module})
         if any(word in caller for word in OTHER_PIPELINES):
             raise UserError(
-                f"the model is a stage of a pipeline, called by {caller}, whose stages are not known; use torch.distributed.pipelining or DeepSpeed's PipelineEngine, or record a run without pipeline parallelism"
+                f"the model is a stage of a pipeline, called by {caller}, whose stages are not known; use torch.distributed.pipelining, or record a run without pipeline parallelism"
             )
         if caller == "torch.distributed.pipelining.stage":
             owner = frame.f_locals.get("self", owner)

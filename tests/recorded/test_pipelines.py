@@ -1,16 +1,14 @@
 """Pipelines of torch are judged stage by stage, and what a stage hands on is what the next one is called with."""
 
-import importlib
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from stacks import EXAMPLES, changed, require_recorded, row, run_all
+from stacks import changed, require_recorded, row, run_all
 
 from lockstep import judge, record
 from lockstep.recorder.recorder import Recorder
@@ -342,24 +340,41 @@ ONE_RANK = {
 }
 
 
+VOCABULARY, WIDTH, MICRO = 13, 8, 4
+
+
+class Stage(torch.nn.Module):
+    """One of two stages."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH) if number == 0 else torch.nn.Identity()
+        self.inside = torch.nn.Linear(WIDTH, VOCABULARY if number else WIDTH)
+
+    def forward(self, x):
+        return self.inside(self.embedding(x).tanh())
+
+
+def loss_of(logits, targets):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def both_stages(folder, what):
     """Train and record on one rank that has both stages, and write the functions that are still replaced afterwards."""
-    sys.path.insert(0, str(EXAMPLES))
-    example = importlib.import_module("pipeline")
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
     torch.manual_seed(0)
-    nets = [example.Stage(number, 2) for number in range(2)]
+    nets = [Stage(number) for number in range(2)]
     if what == "in evaluation mode":
         for net in nets:
             net.eval()
     stages = [PipelineStage(net, number, 2, torch.device("cpu")) for number, net in enumerate(nets)]
-    schedule = ScheduleInterleaved1F1B(stages, example.MICRO, loss_fn=example.loss_of)
+    schedule = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=loss_of)
     parameters = [list(net.parameters()) for net in nets]
     if what != "an optimizer for each stage":
         parameters = [sum(parameters, [])]
     optimizers = [torch.optim.AdamW(held, lr=1e-3) for held in parameters]
-    ids = torch.randint(0, example.VOCABULARY, (4, 2 * example.MICRO, example.LENGTH + 1))
+    ids = torch.randint(0, VOCABULARY, (4, 2 * MICRO, 9))
     before = [getattr(place, name) for place, name in REPLACED]
     named = nets[what == "the second stage is named"]
     pattern = "embedding" if what == "modules of the first stage" else None
