@@ -58,8 +58,10 @@ def _differing_ranks(case: Case) -> list[str]:
         + ")"
         for rank in ranks
     )
-    right = "" if case.is_wrong(case.first) else "; on the rank that wrote it, it is right"
-    return [f"not the same on all ranks that hold it: different on rank {shown}{right}"]
+    judged = "wrong" if case.is_wrong(case.first) else "right"
+    return [
+        f"not the same on all ranks that hold it: different on rank {shown}; on the rank that wrote it, it is {judged}"
+    ]
 
 
 def _wrong_elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -222,10 +222,14 @@ def merge(
     covered = sum(math.prod(shape) for _, shape in places)
     if len(places) != len(written):
         raise ValueError(
-            f"{name}: {len(written)} ranks write it, and {len(places)} would do: its parts overlap"
+            f"{name}: {len(written)} parts of it are written, and {len(places)} would do: they overlap"
         )
     if covered != math.prod(full_shape):
-        raise ValueError(f"{name}: the ranks hold {covered} of its {math.prod(full_shape)} elements")
+        is_computed = name.startswith(("batch/", "forward/", "backward/"))
+        raise ValueError(
+            f"{name}: the ranks hold {covered} of its {math.prod(full_shape)} elements"
+            + "; each rank must go through all of its micro batches, forward and backward" * is_computed
+        )
     pairs = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
     digests = {(part.start, part.shape): part.sha256 for _, part in pairs if part.checksum is not None}
     odd = {rank for rank, part in pairs if part.sha256 != digests.get((part.start, part.shape), part.sha256)}

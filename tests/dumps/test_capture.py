@@ -136,6 +136,21 @@ def test_copies_that_differ_are_those_that_were_not_written():
     assert step_file.merge("x", [[other], [written], [other], [other]], (4,), 4) == (7, [])
 
 
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("batch/input_ids", "; each rank must go through all of its micro batches, forward and backward"),
+        ("gradient/w", ""),
+    ],
+)
+def test_parts_that_overlap_or_do_not_cover(name, hint):
+    written = step_file.Part((0,), (2,), "a", checksum=7)
+    with pytest.raises(ValueError, match="2 parts of it are written, and 1 would do: they overlap"):
+        step_file.merge(name, [[written], [written]], (2,), 4)
+    with pytest.raises(ValueError, match=f"{name}: the ranks hold 2 of its 4 elements{hint}$"):
+        step_file.merge(name, [[written]], (4,), 4)
+
+
 @pytest.mark.parametrize("shape", [(11, 16), (2, 7, 16)])
 def test_an_output_of_some_positions_is_refused(shape):
     mesh = Mesh(dp=2)
