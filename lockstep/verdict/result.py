@@ -100,8 +100,8 @@ class Findings:
             gradients = [row for row in rows.values() if row.kind == "gradient" and row.judged]
             if self._ends_right(step, rows):
                 conventions += candidates
-            elif head is not None and 2 * sum(row.too_far for row in gradients) < len(gradients):
-                # Most gradients are right without the factor, so it is taken off again. What is wrong is something else.
+            elif head is not None and any(_shows(row, head.distance.scale) for row in gradients):
+                # A gradient is right without the factor, so it is taken off again. What is wrong is something else.
                 factor = head.distance.scale
                 conventions += [
                     row for row in candidates if row.kind == "backward" and _is_multiple(row, factor)
@@ -287,6 +287,11 @@ class Findings:
                     (loss.step, len(self.order[loss.step]), f"loss of DP rank {loss.dp_rank}", problem)
                 )
         return sorted(failures, key=lambda failure: failure[:3])  # of one tensor, its distance first
+
+
+def _shows(row: Judgement, factor: float) -> bool:
+    """Whether a tensor is right, and would not be if it were `factor` times what it is."""
+    return not row.too_far and relative(row.tolerated, row.distance.norm) <= FINER * abs(factor - 1)
 
 
 def _is_multiple(row: Judgement, factor: float) -> bool:

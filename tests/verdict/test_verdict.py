@@ -338,9 +338,10 @@ def test_the_loss_must_be_right():
 
 
 def test_a_bug_beside_a_convention_is_the_first_failure():
-    """Most gradients are right without the factor. Where none is, the factor itself is the bug."""
-    wrong = [("gradient/c", 0.5, 1.5)]
-    assert [failure[2] for failure in step_of(*RIGHT, *SCALED, *wrong).failures] == ["gradient/c"]
+    """A gradient is right without the factor. Where none is, the factor itself is the bug."""
+    wrong = [(f"gradient/{name}", 0.5, 1.5) for name in "cdef"]
+    failures = step_of(*RIGHT, *SCALED, *wrong).failures
+    assert [failure[2] for failure in failures] == [name for name, *_ in wrong]
     scaled = [
         (name, 1023.0, 1024.0) if name.startswith("gradient/") else (name, e, s) for name, e, s in RIGHT
     ]
