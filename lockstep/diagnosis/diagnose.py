@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.diagnosis import backward, forward, gradients, odd, update
+from lockstep.diagnosis import backward, forward, gradients, moments, odd, update
 from lockstep.diagnosis.case import LEFT, Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
@@ -33,8 +33,8 @@ STAGES = {
     "loss": Stage((), backward.LOSS_RULES),
     "backward": Stage(("backward",), backward.BACKWARD_RULES),
     "gradients": Stage(("gradient",), gradients.GRADIENT_RULES),
-    "gradient norm": Stage((), update.NORM_RULES),
-    "moments": Stage(("exp_avg", "exp_avg_sq"), update.MOMENT_RULES),
+    "gradient norm": Stage((), moments.NORM_RULES),
+    "moments": Stage(("exp_avg", "exp_avg_sq"), moments.MOMENT_RULES),
     "parameters": Stage(("parameter",), update.PARAMETER_RULES),
     "average": Stage(("average",), update.AVERAGE_RULES),
 }
@@ -42,7 +42,7 @@ STAGES = {
 BLURRED = ("forward", "backward", "gradients")
 OF_UPDATES = ("moments", "parameters")
 # Rules that say nothing of later steps, in which moments hold more than one gradient.
-OF_A_FIRST_STEP = (update.clipped_by_the_recorded_norm, update.not_clipped, update.clipped_by_rank)
+OF_A_FIRST_STEP = (moments.clipped_by_the_recorded_norm, moments.not_clipped, moments.clipped_by_rank)
 # Entry of the effective contract -> (the cause that a difference in it is, the first stage that it can break)
 CONTRACT = {
     "learning_rates": ("learning rate", "parameters"),

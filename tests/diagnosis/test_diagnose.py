@@ -11,6 +11,7 @@ import torch
 
 from lockstep.diagnosis import diagnose as diagnose_module
 from lockstep.diagnosis import evidence, forward
+from lockstep.diagnosis import moments as moment_rules
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
@@ -525,7 +526,7 @@ def of_moments(kind, own, *, step=2, later=(), second=None, shape=(40, 30)):
 
 
 def test_another_beta():
-    named = lambda *arguments, **options: update_rules.other_beta(of_moments(*arguments, **options))  # noqa: E731
+    named = lambda *arguments, **options: moment_rules.other_beta(of_moments(*arguments, **options))  # noqa: E731
     cause = named("exp_avg_sq", lambda new: 0.95 + 0.05 * new)
     assert cause.evidence == "exp_avg_sq of w: as with beta2 = 0.95, not 0.999"
     assert named("exp_avg", lambda new: 0.8 + 0.2 * new).name == "betas"
@@ -550,7 +551,7 @@ def test_moments_of_the_gradients_of_the_step_before():
     b1, b2 = BETAS
 
     def named(times, **options):
-        return update_rules.last_gradients(
+        return moment_rules.last_gradients(
             of_moments("exp_avg", lambda new: b1 + (1 - b1) * times * EXACT, **options)
         )
 
@@ -647,10 +648,10 @@ def test_what_only_a_first_step_shows_needs_no_later_one():
         factor=lambda kind: 4.0 if kind == "exp_avg" else 16.0,
         names_of=lambda factor: ["1/clip factor"],
     )
-    assert update_rules.not_clipped(case).name == "clipping"
-    assert update_rules.not_clipped in diagnose_module.OF_A_FIRST_STEP
+    assert moment_rules.not_clipped(case).name == "clipping"
+    assert moment_rules.not_clipped in diagnose_module.OF_A_FIRST_STEP
     case.names_of = lambda factor: ["tp", "1/clip factor"]
-    assert update_rules.not_clipped(case) is None
+    assert moment_rules.not_clipped(case) is None
 
 
 def test_the_rules_of_an_update_are_of_built_in_optimizers():
