@@ -94,12 +94,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         options = parser.parse_args(argv)
-        stages = stages_in(options.folder)
-        if stages:
-            return _judge_pipeline(stages, options)
-        recording = Recording(options.folder)
-        with gpu_kernels.in_place(recording.origin.device), surroundings.restored():
-            return _judge(recording, options)
+        with surroundings.restored():
+            stages = stages_in(options.folder)
+            if stages:
+                return _judge_pipeline(stages, options)
+            recording = Recording(options.folder)
+            with gpu_kernels.in_place(recording.origin.device):
+                return _judge(recording, options)
 
     return run_program("lockstep.judge", body)
 
@@ -138,7 +139,7 @@ def _judge_pipeline(stages: list[Recording], options: argparse.Namespace) -> int
     found: dict[int, str] = {}
     for index in reversed(range(len(stages))):
         print(f"stage {index} of {len(stages)}, on {stages[index].names_of_ranks}:")
-        with gpu_kernels.in_place(stages[index].origin.device), surroundings.restored():
+        with gpu_kernels.in_place(stages[index].origin.device):
             verdicts, found[index] = _judge_stage(stages, index, shared, weights, options)
         if index == len(stages) - 1:
             weights = [verdict.weights for verdict in verdicts]

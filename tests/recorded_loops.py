@@ -5,7 +5,6 @@ import torch.distributed as dist
 from ranks import ROOT
 
 import lockstep
-from lockstep.ground.errors import UserError
 from lockstep.ground.user_file import import_file
 
 EXAMPLE = import_file(ROOT / "examples" / "record" / "trainer.py")
@@ -56,18 +55,3 @@ def clip(net, bound, bug):
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), bound, norm)
     else:
         torch.nn.utils.clip_grad_norm_(net.parameters(), bound)
-
-
-def pipeline(folder, _argument):
-    """One rank has two stages of torch's pipeline."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-
-    nets = [torch.nn.Linear(4, 4) for _ in range(2)]
-    stages = [PipelineStage(net, number, 2, torch.device("cpu")) for number, net in enumerate(nets)]
-    schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=torch.nn.functional.mse_loss)
-    x = torch.rand(4, 4)
-    try:
-        with lockstep.record(nets[0], folder / "run"):
-            schedule.step(x, target=x)
-    except (UserError, RuntimeError) as error:
-        (folder / f"said_{dist.get_rank()}").write_text(str(error))

@@ -67,7 +67,7 @@ SHARDED = {
     "updates of one weight doubled": (
         f"parameter/{UP}",
         1,
-        None,
+        "update scale",
         "its change is 2 times the right one",
     ),
 }

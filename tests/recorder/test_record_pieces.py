@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from lockstep.recorded.pieces import explains, judge
 from lockstep.recorder import pieces
@@ -55,11 +54,6 @@ def test_what_is_whole_or_no_piece_is_left(positions):
 def test_padding_is_no_piece():
     left = torch.tensor([[1, 1, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
     assert pieces.find([left, left]) is None
-
-
-def test_a_rank_with_several_stages_of_a_pipeline_is_refused(tmp_path):
-    run_ranks(1, "recorded_loops:pipeline", tmp_path)
-    assert "the rank has several stages of a pipeline" in (tmp_path / "said_0").read_text()
 
 
 def test_one_position_for_each_sample_is_none_of_a_piece():
