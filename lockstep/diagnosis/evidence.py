@@ -16,6 +16,11 @@ def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
     return along / square if 0 < square < math.inf and math.isfinite(along) else math.nan
 
 
+def are_one_factor(weights: torch.Tensor) -> bool:
+    """Whether all weights are the same, as exactly as factors are measured."""
+    return float((weights - weights.mean()).abs().max()) <= SAME_FACTOR
+
+
 def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
     """Return what a factor may be, within `near` (relative): "tp", "1/dp", "accumulation steps", ...; [] if it is none of them."""
     sizes = {name: size for name, size in sizes.items() if size > 1}
@@ -73,13 +78,13 @@ def rounded_to(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
     They must be off by no more than rounding. Many float32 numbers are not all 16-bit numbers by chance. Zeros and ones are, so some
     tensor must have many values.
     """
-    pairs = list(pairs)
-    has_many_values = any(len(own.unique()) >= 16 for own, _ in pairs)
-    are_near = all(relative_error(own, reference) <= 2.0**-5 for own, reference in pairs)
-    for dtype in (torch.bfloat16, torch.float16) if has_many_values and are_near else ():
-        if all(bool((own == own.to(dtype).double()).all()) for own, _ in pairs):
-            return str(dtype).removeprefix("torch.")
-    return ""
+    dtypes, has_many_values = [torch.bfloat16, torch.float16], False
+    for own, reference in pairs:  # one at a time: they may be all moments of a model
+        dtypes = [dtype for dtype in dtypes if bool((own == own.to(dtype).double()).all())]
+        if not dtypes or not relative_error(own, reference) <= 2.0**-5:
+            return ""
+        has_many_values = has_many_values or len(own.unique()) >= 16
+    return str(dtypes[0]).removeprefix("torch.") if has_many_values else ""
 
 
 def order_of_rows(own: torch.Tensor, reference: torch.Tensor) -> list[int]:

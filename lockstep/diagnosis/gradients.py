@@ -120,7 +120,7 @@ def uneven_samples(case: Case) -> Cause | None:
         float((other - weights[0]).abs().max()) <= evidence.SAME_FACTOR for other in weights
     ):
         return None
-    if are_few and float((weights[0] - weights[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
+    if are_few and evidence.are_one_factor(weights[0]):
         return None
     what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
     return cause_of_weights(case, weights[0], what)

@@ -130,10 +130,9 @@ def step_left_out(case: Case) -> Cause | None:
             return None
     if not rows:
         return None
-    shown = listed([row.path for row in rows])
     return Cause(
         "update left out",
-        f"moments and weights are unchanged bit for bit: {shown}; the optimizer did not step them",
+        f"moments and weights are unchanged bit for bit: {paths(rows)}; the optimizer did not step them",
     )
 
 

@@ -230,7 +230,7 @@ def _samples(case: Case) -> list[str]:
     solution = recompute.sample_weights(parts) if parts is not None and parts.known else None
     if solution is None or not case.leaves_little(case.first, solution[1]):
         return []
-    if float((solution[0] - solution[0].mean()).abs().max()) <= evidence.SAME_FACTOR:
+    if evidence.are_one_factor(solution[0]):
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"

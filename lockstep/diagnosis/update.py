@@ -153,7 +153,7 @@ def other_decay(case: Case) -> Cause | None:
         errors.append(-factor / case.rate)
     if not errors or not all(math.isclose(error, errors[0], rel_tol=2 * LEFT) for error in errors):
         return None
-    names = listed([row.path for row in rows])
+    names = paths(rows)
     return Cause(
         "weight decay", f"the moments are right; the weight decay of {names} is off by {errors[0]:+.4g}"
     )
@@ -188,7 +188,7 @@ def other_average(case: Case) -> Cause | None:
         if abs(shares[0]) < 1e-6
         else f"moved {shares[0]:.4g} of the way to the weights, as with a decay of {1 - shares[0]:.4g}"
     )
-    names = listed([row.path for row in case.wrong("average")])
+    names = paths(case.wrong("average"))
     return Cause(
         "weight average", f"the weights are right; the average of {names} {moved}; the decay is {decay:g}"
     )
