@@ -117,7 +117,7 @@ def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
         "micro batches": row % rows_of_rank // (rows_of_rank // case.micro_batches),
         "cp ranks": torch.zeros_like(row),
     }
-    for rank, pieces in enumerate(case.dump.contract.get("cuts", {}).get("cp", ())):
+    for rank, pieces in enumerate(case.pieces("cp")):
         for start, length in pieces:
             indices["cp ranks"][:, start : start + length] = rank
     sizes = {name: int(index.max()) + 1 for name, index in indices.items()}

@@ -76,6 +76,10 @@ class Case:
         """Return the case of the same run, with another failure as the first."""
         return Case(self.result, self.strategy, self._reference, self._replay, failure)
 
+    def at_step(self, step: int) -> "Case":
+        """Return the case of another captured step, with the same tensor as the first wrong one."""
+        return self.at((step, 0, self.first, ""))
+
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:
@@ -257,6 +261,10 @@ class Case:
         """Return what an axis cuts of a module's output: BATCH, SEQUENCE, or the size of another dim; None if it cuts nothing."""
         dim = self.sharded(f"forward/{module}").get(axis)
         return None if dim is None else self.dump.layout.outputs[module][dim]
+
+    def pieces(self, axis: str) -> list[list[list[int]]]:
+        """Return [start, length] of the pieces of the sequence that each rank along an axis has; [] if it cuts no sequence."""
+        return self.dump.contract.get("cuts", {}).get(axis, [])
 
     def is_replicated(self, name: str) -> bool:
         """Whether there are several tp ranks, and each has the whole parameter."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.diagnosis import backward, forward, gradients, moments, odd, update
+from lockstep.diagnosis import backward, forward, gradients, moments, odd, places, update
 from lockstep.diagnosis.case import LEFT, Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
@@ -29,9 +29,9 @@ class Stage:
 
 STAGES = {
     "batch": Stage(("batch",), forward.BATCH_RULES),
-    "forward": Stage(("forward",), forward.FORWARD_RULES),
-    "loss": Stage((), backward.LOSS_RULES),
-    "backward": Stage(("backward",), backward.BACKWARD_RULES),
+    "forward": Stage(("forward",), forward.FORWARD_RULES + places.FORWARD_RULES),
+    "loss": Stage((), backward.LOSS_RULES + places.LOSS_RULES),
+    "backward": Stage(("backward",), backward.BACKWARD_RULES + places.BACKWARD_RULES),
     "gradients": Stage(("gradient",), gradients.GRADIENT_RULES),
     "gradient norm": Stage((), moments.NORM_RULES),
     "moments": Stage(("exp_avg", "exp_avg_sq"), moments.MOMENT_RULES),

@@ -134,16 +134,22 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def earlier_weights(case: Case) -> Cause | None:
-    """A linear layer computes with the weight that it had before an earlier update."""
+    """A linear layer or a norm computes with the weight that it had before an earlier update."""
     module = _name(case)
-    weight, source = case.weight_of(module), case.source(module)
-    if weight is None or not case.is_linear(module) or not case.has(f"forward/{source}"):
+    weight, source, bias_name = case.weight_of(module), case.source(module), f"{module}.bias"
+    if weight is None or not case.has(f"forward/{source}"):
         return None
-    x, bias_name = case.own(f"forward/{source}"), f"{module}.bias"
+    is_norm = len(case.dump.layout.parameters[weight]) == 1
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
     for step in range(1, case.step):
         old = case.before(weight, step)
-        if case.explains(case.first, x @ (old if case.is_transposed(module) else old.T) + bias):
+        if is_norm:
+            value = (case.reference(case.first) - bias) / case.before(weight) * old + bias
+        elif case.is_linear(module):
+            value = case.own(f"forward/{source}") @ (old if case.is_transposed(module) else old.T) + bias
+        else:
+            return None
+        if case.explains(case.first, value):
             return Cause(
                 "weights",
                 f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",

@@ -2,10 +2,13 @@
 
 import math
 
+import torch
+
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.forward import rounded
+from lockstep.diagnosis.odd import numbered
 from lockstep.dumps.layout import SEQUENCE
 from lockstep.ground.words import listed
 from lockstep.verdict.result import Cause
@@ -87,17 +90,70 @@ def _one_replica_only(case: Case, known: list[recompute.Contributions], size: in
     A replica of size 1 is a DP rank.
     """
     who, shown = "DP rank" if size == 1 else "replica", []
+    replicas = case.mesh.num_sample_shares // size
+
+    def means(contributions: torch.Tensor) -> torch.Tensor:
+        return replicas * contributions.unflatten(0, (replicas, -1)).sum(1)
+
     for contributions in known:
-        counts, left = recompute.samples_of_one_replica(contributions, size)
+        numbers, left = recompute.nearest_terms(contributions, means)
         if not case.leaves_little(f"gradient/{contributions.parameter}", left):
             return None
-        numbers = [number for number, count in enumerate(counts) if count]
         shown.append(f"{contributions.parameter}: {who} {' or '.join(map(str, numbers))}'s")
-    times, quotient = case.mesh.num_sample_shares // size, "dp" if size == 1 else f"dp / {size}"
+    quotient = "dp" if size == 1 else f"dp / {size}"
     return Cause(
         "dp reduction missing",
-        f"each part of these gradients is {times} = {quotient} times one {who}'s contribution, without the others', "
+        f"each part of these gradients is {replicas} = {quotient} times one {who}'s contribution, without the others', "
         f"as recomputed ({'; '.join(shown)})",
+    )
+
+
+def one_cp_rank_only(case: Case) -> Cause | None:
+    """Each part of the gradients comes from the positions of one cp rank alone, as they are or cp times."""
+    cp = case.mesh.cp
+    known = _some_known(case, by_cp_rank=True) if case.pieces("cp") and not case.wrong("backward") else []
+    for times in (1, cp):
+
+        def terms(contributions: torch.Tensor, times: int = times) -> torch.Tensor:
+            return times * contributions.unflatten(0, (-1, cp)).sum(0)
+
+        found = [(one.parameter, *recompute.nearest_terms(one, terms)) for one in known]
+        if found and all(case.leaves_little(f"gradient/{name}", left) for name, _, left in found):
+            shown = "; ".join(f"{name}: cp rank {' or '.join(map(str, ranks))}'s" for name, ranks, _ in found)
+            return Cause(
+                "cp reduction missing",
+                f"each part of these gradients is {f'{cp} = cp times ' * (times > 1)}what one cp rank's positions contribute, "
+                f"without the others', as recomputed ({shown})",
+            )
+    return None
+
+
+def reduced_in_part(case: Case) -> Cause | None:
+    """Some micro batches count from all DP ranks, and the others from some ranks alone, all with one weight."""
+    found = [] if case.wrong("backward") else _solved(case, _some_known(case))
+    ways = set()
+    for _, weights in found:
+        whole = (weights[0] - 1).abs().amax(0) <= evidence.SAME_FACTOR
+        in_part = weights[0][:, ~whole]
+        counts = in_part.abs().amin(1) > evidence.SAME_FACTOR if in_part.numel() else torch.zeros(0).bool()
+        if whole.all() or not whole.any() or not 0 < int(counts.sum()) < len(counts):
+            return None
+        if (
+            not evidence.are_one_factor(in_part[counts])
+            or float(in_part[~counts].abs().max()) > evidence.SAME_FACTOR
+        ):
+            return None
+        ways.add((tuple(whole.tolist()), int(counts.sum()), round(float(in_part[counts].mean()), 2)))
+    if len(ways) != 1:
+        return None
+    are_whole, ranks, times = ways.pop()
+    parts, rest = (
+        [number for number, each in enumerate(are_whole) if each is kind] for kind in (False, True)
+    )
+    return Cause(
+        "dp reduction missing",
+        f"each gradient has {numbered('micro batch', rest)} of all DP ranks, but {numbered('micro batch', parts)} "
+        f"of {ranks} of {case.mesh.num_sample_shares} alone, {times:g} times",
     )
 
 
@@ -109,21 +165,48 @@ def uneven_samples(case: Case) -> Cause | None:
     if case.wrong("backward"):
         return None
     are_few = len(_wrong(case)) < len(case.judged("gradient")) / 2
-    known = _some_known(case)
-    weights = []
-    for contributions in known:
-        solved = recompute.sample_weights(contributions)
-        if solved is None or not case.leaves_little(f"gradient/{contributions.parameter}", solved[1]):
-            return None
-        weights.append(solved[0])
-    if not weights or not all(
-        float((other - weights[0]).abs().max()) <= evidence.SAME_FACTOR for other in weights
-    ):
-        return None
-    if are_few and evidence.are_one_factor(weights[0]):
+    weights = _one_solution(_solved(case, _some_known(case)))
+    if weights is None or are_few and evidence.are_one_factor(weights[0]):
         return None
     what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
     return cause_of_weights(case, weights[0], what)
+
+
+def of_two_steps(case: Case) -> Cause | None:
+    """Micro batches of the step before are in every gradient, too, with the same weights on all DP ranks."""
+    if case.step == 1 or case.wrong("backward"):
+        return None
+    weights = _one_solution(_solved(case, _some_known(case), case.at_step(case.step - 1)))
+    if weights is None or float((weights - weights.mean(1, keepdim=True)).abs().max()) > evidence.SAME_FACTOR:
+        return None
+    own, before = (
+        ", ".join(f"{value + 0.0:.3g}" for value in row) for row in weights.mean(1).round(decimals=3).tolist()
+    )
+    return Cause(
+        "accumulation",
+        f"in every gradient the micro batches have the weights {own} (1 is right), and those of the step before {before} (0 is right)",
+    )
+
+
+def _solved(
+    case: Case, known: list[recompute.Contributions], before: Case | None = None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return (parameter, weights (steps, dp, micro batches)) of these gradients; [] unless the weights explain each of them."""
+    found = []
+    for one in known:
+        steps = [one] if before is None else [one, recompute.Contributions(before, one.parameter)]
+        solved = recompute.sample_weights(*steps) if steps[-1].known else None
+        if solved is None or not case.leaves_little(f"gradient/{one.parameter}", solved[1]):
+            return []
+        found.append((one.parameter, solved[0]))
+    return found
+
+
+def _one_solution(found: list[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Return the weights of the first gradient if all have the same."""
+    solutions = [weights for _, weights in found]
+    are_same = all(float((each - solutions[0]).abs().max()) <= evidence.SAME_FACTOR for each in solutions)
+    return solutions[0] if solutions and are_same else None
 
 
 def one_factor(case: Case) -> Cause | None:
@@ -152,12 +235,23 @@ def one_factor(case: Case) -> Cause | None:
     return None
 
 
-def _some_known(case: Case) -> list[recompute.Contributions]:
+def _some_known(case: Case, by_cp_rank: bool = False) -> list[recompute.Contributions]:
     """Return the contributions to the first, the middle and the last of the wrong gradients whose contributions are known."""
     parameters = case.dump.layout.parameters
     few = [name for name in _wrong(case) if math.prod(parameters[name]) <= MANY]
-    known = [one for one in (recompute.Contributions(case, name) for name in few) if one.known]
+    known = [one for one in (recompute.Contributions(case, name, by_cp_rank) for name in few) if one.known]
     return [known[index] for index in sorted({0, len(known) // 2, len(known) - 1})] if known else []
 
 
-GRADIENT_RULES = (stale, rounded, broken_tie, own_heads_only, one_rank_only, uneven_samples, one_factor)
+GRADIENT_RULES = (
+    stale,
+    rounded,
+    broken_tie,
+    own_heads_only,
+    one_rank_only,
+    one_cp_rank_only,
+    reduced_in_part,
+    uneven_samples,
+    of_two_steps,
+    one_factor,
+)

@@ -1,7 +1,7 @@
 """Rules for a first wrong gradient norm or moment. The gradients are right."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -9,6 +9,7 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import MOMENTS, Case
 from lockstep.diagnosis.forward import rounded
 from lockstep.ground.words import listed
+from lockstep.training.optim import decays
 from lockstep.verdict.distance import clip_factor
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
@@ -34,7 +35,7 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
             "were counted tp times",
         )
     for axis in case.mesh.axes:
-        for rank, part_norm in enumerate(norms_by_stage(case) if axis == "pp" else norms_by_rank(case, axis)):
+        for rank, part_norm in _norms_of_parts(case, axis):
             if not math.isclose(part_norm, held, rel_tol=SAME_NORM) and math.isclose(
                 norm.recorded, part_norm, rel_tol=SAME_NORM
             ):
@@ -65,6 +66,39 @@ def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
         "clipping",
         f"the norm is {times} times that of the gradients, and the moments show that it was used to clip them",
     )
+
+
+def _norms_of_parts(case: Case, axis: str) -> Iterator[tuple[int, float]]:
+    """Yield (rank, the norm of what this rank along an axis may hold of the gradients)."""
+    if axis == "pp":
+        yield from enumerate(norms_by_stage(case))
+        return
+    norms = norms_by_rank(case, axis)
+    yield from enumerate(norms)
+    if axis == "dp" and not norms:
+        for multiple_of in (1, 2):
+            yield from enumerate(norms_of_flat_parts(case, multiple_of))
+
+
+def norms_of_flat_parts(case: Case, multiple_of: int) -> list[float]:
+    """Return the norm of each DP rank's part of the gradients if they are flat: first of decayed parameters, then of all others.
+
+    Both are cut into equal parts, whose length is a multiple of some number of elements. ZeRO cuts them so.
+    """
+    ranks, shapes = case.mesh.dp, case.dump.layout.parameters
+    squares = [0.0] * ranks
+    for is_decayed in (True, False):
+        names = [name for name, shape in shapes.items() if decays(len(shape)) is is_decayed]
+        names = [name for name in names if f"gradient/{name}" in case.rows]
+        length = math.ceil(sum(math.prod(shapes[name]) for name in names) / ranks / multiple_of) * multiple_of
+        start = 0
+        for name in names:
+            squared = case.own(f"gradient/{name}").flatten().square()
+            for rank in range(ranks):
+                part = squared[max(0, rank * length - start) : max(0, (rank + 1) * length - start)]
+                squares[rank] += float(part.sum())
+            start += len(squared)
+    return [math.sqrt(square) for square in squares]
 
 
 def norms_by_rank(case: Case, axis: str) -> list[float]:

@@ -1,6 +1,7 @@
 """What is odd about a wrong tensor: its elements, ranks, samples, positions, heads, columns. Facts, not causes."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -64,7 +65,7 @@ def _differing_ranks(case: Case) -> list[str]:
     ]
 
 
-def _wrong_elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def wrong_elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return a mask of the elements that are off by more than is tolerated of one element.
 
     If there are none, it is of those off by more than twice what is tolerated of the norm, spread evenly over the elements.
@@ -76,7 +77,7 @@ def _wrong_elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> t
 
 def _elements(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]:
     """Return how many elements are wrong, in words; few are shown one by one."""
-    wrong = _wrong_elements(case, own, reference)
+    wrong = wrong_elements(case, own, reference)
     count = int(wrong.sum())
     if 0 < count <= FEW:
         places = [tuple(place) for place in wrong.nonzero().tolist()]
@@ -98,7 +99,7 @@ def _sign(own: torch.Tensor, reference: torch.Tensor) -> str:
 
 def _places(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]:
     """Return where the errors are along each dim, in words, by what the dim means."""
-    wrong = _wrong_elements(case, own, reference)
+    wrong = wrong_elements(case, own, reference)
     sentences: list[str] = []
     if int(wrong.sum()) <= FEW:
         return []
@@ -123,7 +124,7 @@ def _places(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]
         elif symbol == SEQUENCE:
             sentences += _slices(wrong, dim, "position")
         elif dim == own.ndim - 1:
-            heads = _heads(case, own)
+            heads = heads_of(case, own)
             by_head = wrong.unflatten(-1, (heads, -1)) if heads else wrong
             sentences += (_slices(by_head, dim, "head") if heads else []) or _slices(wrong, dim, "column")
         else:
@@ -131,7 +132,7 @@ def _places(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[str]
     return sentences
 
 
-def _heads(case: Case, own: torch.Tensor) -> int:
+def heads_of(case: Case, own: torch.Tensor) -> int:
     """Return the number of heads in the last dim of a projection or of the attention itself; 0 for anything else."""
     if not case.names.is_on_heads(case.first) or own.ndim != 3:
         return 0
@@ -141,29 +142,38 @@ def _heads(case: Case, own: torch.Tensor) -> int:
 
 def _slices(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
     """Return which slices along a dim have errors, in words, if some have none. `wrong` is a mask."""
-    has_errors = wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1)
-    places = has_errors.nonzero()[:, 0].tolist()
-    if len(places) == len(has_errors) or not places:
+    places, size = places_of(wrong, dim), wrong.shape[dim]
+    if len(places) == size or not places:
         return []
-    right = (~has_errors).nonzero()[:, 0].tolist()
-    total = f"of {len(has_errors)}"
-    mostly = 2 * int(wrong.sum()) > wrong.numel() // len(has_errors) * len(places)
+    right = sorted({*range(size)} - {*places})
+    total = f"of {size}"
+    mostly = 2 * int(wrong.sum()) > wrong.numel() // size * len(places)
     if len(right) <= FEW < len(places):
-        return [f"{_numbered(word, right)} {total} {_are(right)} right, all others wrong"] if mostly else []
+        return [f"{numbered(word, right)} {total} {_are(right)} right, all others wrong"] if mostly else []
     if len(runs(places)) > FEW:
-        return [f"{len(right)} {word}s {total} are right, scattered"] if len(right) > FEW else []
-    return [f"only {_numbered(word, places)} {total} {_are(places)} wrong"]
+        return [f"{len(right)} {_plural(word)} {total} are right, scattered"] if len(right) > FEW else []
+    return [f"only {numbered(word, places)} {total} {_are(places)} wrong"]
 
 
-def _numbered(word: str, places: list[int]) -> str:
-    return f"{word}{'' if len(places) == 1 else 's'} {_spans(places)}"
+def places_of(wrong: torch.Tensor, dim: int) -> list[int]:
+    """Return the places along a dim at which something is wrong. `wrong` is a mask."""
+    return wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1).nonzero()[:, 0].tolist()
+
+
+def numbered(word: str, places: Sequence[int]) -> str:
+    """Return sorted numbers of samples, positions, ... in words, such as "positions 0 to 3, 7"."""
+    return f"{word if len(places) == 1 else _plural(word)} {_spans(places)}"
+
+
+def _plural(word: str) -> str:
+    return f"{word}es" if word.endswith("ch") else f"{word}s"
 
 
 def _are(places: list) -> str:
     return "is" if len(places) == 1 else "are"
 
 
-def _spans(places: list[int]) -> str:
+def _spans(places: Sequence[int]) -> str:
     """Return sorted numbers in words, such as "0 to 3, 7"."""
     return ", ".join(
         str(first) if length == 1 else f"{first} to {first + length - 1}" for first, length in runs(places)
@@ -178,7 +188,7 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
         if case.first.startswith("parameter/"):  # numbers of ranks have no part in an update
             return [f"its change is {evidence.shown(factor)} times the right one{blurred}"]
         return [f"it is {case.in_words(factor)} times the right one{blurred}"]
-    wrong = _wrong_elements(case, own, reference)
+    wrong = wrong_elements(case, own, reference)
     times = evidence.multiple_of(own[wrong], reference[wrong])
     if FEW < int(wrong.sum()) < wrong.numel() and _is_multiple(own[wrong], reference[wrong], times):
         return [f"the wrong elements are {evidence.shown(times)} times the right ones"]
@@ -186,7 +196,7 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
     constant = float(error.mean())
     if own.numel() > 1 and float((error - constant).abs().max()) <= evidence.SAME_FACTOR * abs(constant):
         return [f"every element is off by {constant:+.4g}"]
-    sentences, heads = [], _heads(case, own)
+    sentences, heads = [], heads_of(case, own)
     if heads:
         part, base = (
             tensor.unflatten(-1, (heads, -1)).movedim(-2, 0).flatten(1) for tensor in (own, reference)
@@ -196,24 +206,11 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
             sentences.append(
                 f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
             )
-        else:
-            order = evidence.order_of_rows(part, base)
-            if order and case.explains(
-                case.first, reference.unflatten(-1, (heads, -1))[..., order, :].flatten(-2)
-            ):
-                sentences.append(f"the heads are in another order: {', '.join(map(str, order))}")
     elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
         order = evidence.order_of_rows(own, reference)
         if order and case.explains(case.first, reference[order]):
             moved = [row for row, place in enumerate(order) if row != place]
             sentences.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
-    if own.ndim == 3 and own.shape[1] > 2 and case.first.startswith("forward/"):
-        for side, part, base in (
-            ("before", own[:, 1:], reference[:, :-1]),
-            ("after", own[:, :-1], reference[:, 1:]),
-        ):
-            if evidence.relative_error(part, base) <= 1e-4 < evidence.relative_error(own, reference):
-                sentences.append(f"each position has the values of the one {side} it")
     return sentences
 
 
@@ -230,11 +227,11 @@ def _samples(case: Case) -> list[str]:
     solution = recompute.sample_weights(parts) if parts is not None and parts.known else None
     if solution is None or not case.leaves_little(case.first, solution[1]):
         return []
-    if evidence.are_one_factor(solution[0]):
+    if evidence.are_one_factor(solution[0][0]):
         return []  # a factor, which is seen without this
     shown = "; ".join(
         f"DP rank {rank}: {', '.join(f'{value:.3g}' for value in row)}"
-        for rank, row in enumerate((solution[0].round(decimals=3) + 0.0).tolist())
+        for rank, row in enumerate((solution[0][0].round(decimals=3) + 0.0).tolist())
     )
     return [f"it is right except for the weights of the micro batches in it (1 is right): {shown}"]
 

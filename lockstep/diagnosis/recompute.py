@@ -9,12 +9,13 @@ and over the samples i, each a DP rank's micro batch, dL/dW = sum_i g_i^T x_i. x
 can be computed alone and compared with what the run has. Here a rank's share is its term, and a sample's contribution is its term.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case
+from lockstep.dumps.layout import SEQUENCE
 
 BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
@@ -107,14 +108,16 @@ def norm_gradient_shares(case: Case, parameter: str) -> list[torch.Tensor]:
 class Contributions:
     """What each micro batch of each DP rank contributes to the gradient of one parameter, in blocks of rows.
 
-    The contributions to a block of a weight have shape (samples, rows, columns). A vector is cut over tp (if it is sharded) and then
-    over dp, because a rank may hold one such part only; each part is a block of a single row.
+    The contributions to a block of a weight have shape (samples, rows, columns). With `by_cp_rank`, each sample is divided further:
+    into what the positions of each cp rank contribute. A vector is cut over tp (if it is sharded) and then over dp and cp, because a
+    rank may hold one such part only; each part is a block of a single row.
     """
 
-    def __init__(self, case: Case, parameter: str):
+    def __init__(self, case: Case, parameter: str, by_cp_rank: bool = False):
         self.case, self.parameter = case, parameter
         self.module, _, self.what = parameter.rpartition(".")
-        self.samples = case.mesh.num_sample_shares * case.micro_batches
+        self._cp = case.mesh.cp if by_cp_rank else 1
+        self.samples = case.mesh.num_sample_shares * case.micro_batches * self._cp
 
     @property
     def known(self) -> bool:
@@ -132,7 +135,7 @@ class Contributions:
         else:
             return False
         are_right = case.has(*needed) and not any(case.is_wrong(name) for name in needed)
-        num_parts = case.mesh.dp * self._cut_over_tp if len(shape) == 1 else 1
+        num_parts = self._num_parts * self._cut_over_tp if len(shape) == 1 else 1
         if self._is_embedding and are_right and not self._is_looked_up:
             return False
         return are_right and 4 * self.samples <= shape[-1] // num_parts
@@ -158,11 +161,12 @@ class Contributions:
         """Yield (the run's block, the contributions to it)."""
         case = self.case
         own = case.own(f"gradient/{self.parameter}")
-        g = self._by_sample(case.own(f"backward/{self.module}"))
+        g = self._of_rank(case.own(f"backward/{self.module}"), case.dump.layout.outputs[self.module])
         if self._is_embedding:
-            ids = case.own("batch/input_ids").long().view(self.samples, -1)
+            ids = self._by_sample(case.own("batch/input_ids")[..., None])[..., 0].long()
             if self._is_tied:
-                of_head = self._by_sample(case.own(case.names.logits_gradient))
+                logits = case.dump.layout.outputs[case.names.head]
+                of_head = self._of_rank(case.own(case.names.logits_gradient), logits)
                 x = self._by_sample(case.own(f"forward/{case.source(case.names.head)}"))
             for start in range(0, len(own), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
@@ -196,9 +200,13 @@ class Contributions:
             yield own_part[None], contributed[:, None]
 
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a vector, cut over tp and then over dp, along the last dim."""
+        """Return the parts of a vector, cut over tp and then over dp and cp, along the last dim."""
         over_tp = vector.chunk(self._cut_over_tp, -1)
-        return [part for shard in over_tp for part in shard.chunk(self.case.mesh.dp, -1)]
+        return [part for shard in over_tp for part in shard.chunk(self._num_parts, -1)]
+
+    @property
+    def _num_parts(self) -> int:
+        return self.case.mesh.dp * self._cp
 
     @property
     def _cut_over_tp(self) -> int:
@@ -207,19 +215,40 @@ class Contributions:
     def _by_sample(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output, whose dim 0 is the global batch in the order of samples, with shape (samples, tokens, channels).
 
-        The heads of a norm on heads count as tokens.
+        The heads of a norm on heads count as tokens. By cp rank, each sample stands there once per rank.
         """
-        return tensor.unflatten(0, (self.samples, -1)).flatten(1, -2)
+        by_sample = tensor.unflatten(0, (self.samples // self._cp, -1)).flatten(1, -2)
+        return by_sample.repeat_interleave(self._cp, 0)
+
+    def _of_rank(self, gradient: torch.Tensor, dims: tuple) -> torch.Tensor:
+        """Return the gradient of an output by sample; by cp rank, it is zero at the positions of other ranks."""
+        by_sample = self._by_sample(gradient)
+        if self._cp == 1:
+            return by_sample
+        owner = torch.empty(gradient.shape[dims.index(SEQUENCE)])
+        for rank, pieces in enumerate(self.case.pieces("cp")):
+            for start, length in pieces:
+                owner[start : start + length] = rank
+        shape = [-1 if symbol == SEQUENCE else 1 for symbol in dims]
+        rank_of_sample = torch.arange(self.samples)[:, None, None] % self._cp
+        return by_sample * (self._by_sample(owner.view(shape).expand(gradient.shape)) == rank_of_sample)
 
 
-def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
-    """Return (weights (dp, micro batches) of each DP rank's micro batches in a gradient, the error left); weight 1 is right.
+def sample_weights(*steps: Contributions) -> tuple[torch.Tensor, float] | None:
+    """Return (weights (steps, dp, micro batches) of each DP rank's micro batches in a gradient, the error left).
 
-    The weights are those that fit best (least squares). None if something is not finite.
+    Given several steps, the gradient is that of the first one. The weights are those that fit best (least squares); in the step of the
+    gradient, 1 is right. None if something is not finite.
     """
-    gram = torch.zeros(found.samples, found.samples, dtype=torch.float64)
-    projections = torch.zeros(found.samples, dtype=torch.float64)
-    for own, contributions in found.blocks():
+
+    def blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for of_steps in zip(*(step.blocks() for step in steps), strict=True):
+            yield of_steps[0][0], torch.cat([contributions for _, contributions in of_steps])
+
+    size = sum(step.samples for step in steps)
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    projections = torch.zeros(size, dtype=torch.float64)
+    for own, contributions in blocks():
         flat = contributions.flatten(1)
         gram += flat @ flat.T
         projections += flat @ own.flatten()
@@ -228,23 +257,23 @@ def sample_weights(found: Contributions) -> tuple[torch.Tensor, float] | None:
     weights = torch.linalg.lstsq(gram, projections[:, None]).solution[:, 0]
     squared_error = sum(
         float((own - (weights[:, None, None] * contributions).sum(0)).square().sum())
-        for own, contributions in found.blocks()
+        for own, contributions in blocks()
     )
-    return weights.view(found.case.mesh.num_sample_shares, found.case.micro_batches), squared_error**0.5
+    case = steps[0].case
+    return weights.view(len(steps), case.mesh.num_sample_shares, case.micro_batches), squared_error**0.5
 
 
-def samples_of_one_replica(found: Contributions, size: int) -> tuple[list[int], float]:
-    """Assign each row of a gradient to the replica, of `size` neighbouring DP ranks, whose mean over its own samples is nearest.
+def nearest_terms(
+    found: Contributions, terms_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[int], float]:
+    """Assign each row of a gradient to the nearest term: `terms_of` makes (terms, rows, columns) of the contributions to a block.
 
-    Returns the number of rows of each replica, and the error that this leaves.
+    Returns the terms that some row has, and the error that this leaves.
     """
-    replicas = found.case.mesh.num_sample_shares // size
-    counts, squared_error = [0] * replicas, 0.0
+    chosen: set[int] = set()
+    squared_error = 0.0
     for own, contributions in found.blocks():
-        means = replicas * contributions.unflatten(0, (replicas, -1)).sum(1)  # (replicas, rows, columns)
-        errors = (means - own).square().sum(-1)
-        nearest = errors.argmin(0)
+        errors = (terms_of(contributions) - own).square().sum(-1)
         squared_error += float(errors.min(0).values.sum())
-        for replica in range(replicas):
-            counts[replica] += int((nearest == replica).sum())
-    return counts, squared_error**0.5
+        chosen |= set(errors.argmin(0).tolist())
+    return sorted(chosen), squared_error**0.5

@@ -11,9 +11,11 @@ from lockstep.diagnosis.forward import rounded
 from lockstep.diagnosis.moments import are_left_out, have_many_values, paths
 from lockstep.ground.words import listed
 from lockstep.plan.config import BETAS, EPS
+from lockstep.training.optim import decays
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
+SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)  # elements: one, or what pads to an even number or to 16 or 32 bytes
 STEPS = 20  # an update is compared with what the first so many steps make of its moments
 
 
@@ -128,6 +130,32 @@ def _in_another_order(case: Case, row: Judgement, own: torch.Tensor, right: torc
     return f"{', '.join(map(str, order))} of {size}"
 
 
+def shifted(case: Case) -> Cause | None:
+    """Before the step, a run of the elements of each wrong parameter had the values of elements some places away, always as many."""
+    rows = case.wrong("parameter")
+    found = [shift for shift in SHIFTS if rows and all(_is_shifted(case, row, shift) for row in rows)]
+    if len(found) != 1:
+        return None
+    places = f"{abs(found[0])} place{'s' * (abs(found[0]) > 1)} {'after' if found[0] > 0 else 'before'} them"
+    return Cause(
+        "weights",
+        f"the moments are right; before the step, elements of {paths(rows)} had the values {places}, as weights that are cut elsewhere have",
+    )
+
+
+def _is_shifted(case: Case, row: Judgement, shift: int) -> bool:
+    """Whether all wrong elements began the step with the values `shift` places later, but for those that lie in another parameter."""
+    before = case.before(row.path).flatten()
+    own, right = case.own(row.name).flatten(), case.right(row.name).flatten()
+    wrong = ((own - right).abs() > row.tolerated_largest).nonzero()[:, 0]
+    wrong = wrong[(wrong + shift >= 0) & (wrong + shift < len(before))]
+    decayed = 1 - case.rate * (
+        case.options["weight_decay"] if decays(len(case.dump.layout.parameters[row.path])) else 0.0
+    )
+    value = right[wrong] + decayed * (before[wrong + shift] - before[wrong])
+    return len(wrong) > 0 and case.leaves_little(row.name, float((own[wrong] - value).norm()))
+
+
 def scaled(case: Case) -> Cause | None:
     """The changes of all wrong parameters are the right ones times one factor."""
     rows = case.wrong("parameter")
@@ -194,15 +222,46 @@ def other_average(case: Case) -> Cause | None:
     )
 
 
+def another_beginning(case: Case) -> Cause | None:
+    """Averages are wrong in step 1, and later steps move them as they should: they began with something else."""
+    rows = case.wrong("average")
+    if case.step > 1 or not rows or 2 not in case.dump.steps or case.first_of_later_steps():
+        return None
+    return Cause(
+        "weight average",
+        f"the average of {paths(rows)} is wrong in step 1 alone, and later steps move it as they should: it did not begin "
+        "with the weights before step 1",
+    )
+
+
+def moved_before_the_update(case: Case) -> Cause | None:
+    """All averages moved towards the weights from before the update, too, up to once per micro batch."""
+    rows, decay = case.wrong("average"), case.options["ema_decay"]
+    for times in range(1, case.micro_batches + 1):
+        values = []
+        for row in rows:
+            before, weights = case.before(row.path), case.own(f"parameter/{row.path}")
+            moved = before + decay**times * (case.average_before(row.path) - before)
+            values.append(case.explains(row.name, decay * moved + (1 - decay) * weights))
+        if rows and all(values):
+            return Cause(
+                "weight average",
+                f"the weights are right; before it moved to them, the average of {paths(rows)} moved {times} "
+                f"time{'s' * (times > 1)} to the weights from before the update",
+            )
+    return None
+
+
 PARAMETER_RULES = (
     rounded,
     frozen_moved,
     update_left_out,
     exchanged,
+    shifted,
     other_decay,
     of_another_step,
     other_epsilon,
     scaled,
 )
 RULES_OF_ANY_OPTIMIZER = (frozen_moved, update_left_out, exchanged, scaled)
-AVERAGE_RULES = (other_average,)
+AVERAGE_RULES = (other_average, another_beginning, moved_before_the_update)

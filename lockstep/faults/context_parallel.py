@@ -30,7 +30,11 @@ def _change_cut(run: Planting, change: Callable[..., tuple[torch.Tensor, ...]]) 
     run.patch(context, "cut", lambda ids, labels: change(ids, *real(ids, labels)))
 
 
-@cp_fault(seen_in="NVIDIA-NeMo/Automodel 3508", evidence=NO_SENTENCE, first=ATTENDED)
+@cp_fault(
+    seen_in="NVIDIA-NeMo/Automodel 3508",
+    evidence="at position 16, the first of a cp rank, attention is the value at position 0, as recomputed: the mask counts the positions of each rank from 0",
+    first=ATTENDED,
+)
 def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     """A rank attends to as many keys as if its own positions were the first ones."""
     yield
@@ -46,7 +50,11 @@ def causal_mask_local_to_the_rank(run: Planting) -> Plant:
     run.patch(context, "mask", local)
 
 
-@cp_fault(seen_in="NVIDIA/Megatron-LM 4977", evidence=NO_SENTENCE, first="forward/model.rotary_emb")
+@cp_fault(
+    seen_in="NVIDIA/Megatron-LM 4977",
+    evidence="in model.rotary_emb's output, positions 16 to 47 have the values of positions 0 to 31, positions 48 to 63 have the values of positions 16 to 31; all else is right",
+    first="forward/model.rotary_emb",
+)
 def rotary_positions_local_to_the_rank(run: Planting) -> Plant:
     """The rotary angles of every rank begin at position 0."""
     return _change_cut(
@@ -77,7 +85,7 @@ def keys_in_the_order_of_ranks(run: Planting) -> Plant:
 @cp_fault(
     seen_in="NVIDIA-NeMo/Megatron-Bridge 4784",
     cause="cp reduction missing",
-    evidence=NO_SENTENCE,
+    evidence="the gradient of ...v_proj's output is wrong at positions 0 to 47, which queries of other cp ranks see, and right at the others: what comes back from these queries is lost",
     first="backward/model.layers.1.self_attn.v_proj",
 )
 def key_gradients_not_summed(run: Planting) -> Plant:
@@ -117,8 +125,8 @@ def loss_divided_by_cp_twice(run: Planting) -> Plant:
 
 @cp_fault(
     seen_in="PrimeIntellect-ai/prime-rl 1960",
-    cause="accumulation",
-    evidence=NO_SENTENCE,
+    cause="token weights",
+    evidence="in the gradient of the logits, 32 tokens 0 times, 64 tokens 1 times, 32 tokens 2 times (1 is right)",
     first="backward/lm_head",
 )
 def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:
@@ -155,7 +163,7 @@ def labels_shifted_after_the_cut(run: Planting) -> Plant:
 @cp_fault(
     seen_in="THUDM/slime 1366",
     cause="cp reduction missing",
-    evidence=NO_SENTENCE,
+    evidence="each part of these gradients is 2 = cp times what one cp rank's positions contribute, without the others', as recomputed (...)",
     first="gradient/model.norm.weight",
     needs=("context", "skip_dp_reduction"),
 )

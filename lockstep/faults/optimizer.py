@@ -5,7 +5,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
+from lockstep.faults.catalogue import WEIGHTS_IN_FP32, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.training.optim import total_norm
 from lockstep.training.torch_strategy import local
@@ -225,7 +225,10 @@ def average_never_updated(run: Planting) -> Plant:
     run.patch(run.handles.weight_average(), "update", lambda: None)
 
 
-@average_fault(seen_in="BangLiu/QANet-PyTorch 4", evidence=NO_SENTENCE)
+@average_fault(
+    seen_in="BangLiu/QANet-PyTorch 4",
+    evidence="the average of ... is wrong in step 1 alone, and later steps move it as they should: it did not begin with the weights before step 1",
+)
 def average_of_earlier_weights(run: Planting) -> Plant:
     """The average is created before the model gets its initial weights, so it begins with those of another seed."""
     yield
@@ -254,7 +257,7 @@ def average_changes_its_decay(run: Planting) -> Plant:
 
 @average_fault(
     seen_in="SWivid/F5-TTS 631",
-    evidence=NO_SENTENCE,
+    evidence="the weights are right; before it moved to them, the average of ... moved 1 time to the weights from before the update",
     step=2,
     arguments=(*AVERAGES, "--gradient_accumulation_steps", "2"),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
+from lockstep.faults.catalogue import WEIGHTS_IN_FP32, fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.mesh import Mesh
 from lockstep.training.torch_strategy import local
@@ -79,7 +79,7 @@ def all_gradients_scaled_at_every_step(run: Planting) -> Plant:
 @pp_fault(
     seen_in="pytorch/PiPPy 1052",
     cause="pipeline",
-    evidence=NO_SENTENCE,
+    evidence="in model.layers.#.input_layernorm's output, sample 1 has the values of sample 0; all else is right",
     first="forward/model.layers.1.input_layernorm",
 )
 def a_stage_reads_the_micro_batch_before(run: Planting) -> Plant:
@@ -147,7 +147,10 @@ def labels_of_the_micro_batch_before(run: Planting) -> Plant:
 
 
 @pp_fault(
-    seen_in="deepspeedai/DeepSpeed 7985", cause="accumulation", evidence=NO_SENTENCE, first="backward/lm_head"
+    seen_in="deepspeedai/DeepSpeed 7985",
+    cause="accumulation",
+    evidence="the loss of sample 1 has no gradient: that of the logits is zero",
+    first="backward/lm_head",
 )
 def last_micro_batch_dropped(run: Planting) -> Plant:
     """The loss of the last micro batch does not reach the gradients."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import NO_SENTENCE, WEIGHTS_IN_FP32, fault
+from lockstep.faults.catalogue import WEIGHTS_IN_FP32, fault
 from lockstep.faults.optimizer import CLIPS
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.fsdp import FSDP
@@ -58,7 +58,7 @@ def replicas_not_reduced(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 125484",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
-    evidence=NO_SENTENCE,
+    evidence="each gradient has micro batch 2 of all DP ranks, but micro batches 0 to 1 of 2 of 4 alone, 2 times",
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "3"),
     flags=(*REPLICAS, "--gradient_sync", "scatter"),
@@ -125,7 +125,7 @@ def replicas_start_apart(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
-    evidence=NO_SENTENCE,
+    evidence="...input_layernorm's output is computed with ...input_layernorm.weight as it was before step 1, as recomputed: the updates since then do not reach it",
     step=2,
     first="forward/model.layers.1.input_layernorm",
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),
@@ -146,7 +146,7 @@ def weights_gathered_before_the_update(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 187073",
     bug_class="TP reduction missing",
     cause="gradient lost",
-    evidence=NO_SENTENCE,
+    evidence="no gradient arrives at model.embed_tokens's output: it is zero there",
     first="backward/model.embed_tokens",
     axes=("tp",),
     mesh=Mesh(tp=2),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.faults.catalogue import NO_SENTENCE, fault
+from lockstep.faults.catalogue import fault
 from lockstep.faults.planting import Plant, Planting
 from lockstep.plan.deepspeed import DeepSpeed
 from lockstep.plan.mesh import Mesh
@@ -97,7 +97,7 @@ def norm_of_the_own_share(run: Planting) -> Plant:
 @update_fault(
     seen_in="deepspeedai/DeepSpeed 848",
     cause="weights",
-    evidence=NO_SENTENCE,
+    evidence="the moments are right; before the step, elements of ... had the values 1 place after them, as weights that are cut elsewhere have",
     first="parameter/model.embed_tokens.weight",
 )
 def share_one_element_off(run: Planting) -> Plant:
@@ -213,7 +213,7 @@ def loss_not_divided_by_sp(run: Planting) -> Plant:
 
 @ulysses_fault(
     seen_in="deepspeedai/Megatron-DeepSpeed 392",
-    evidence=NO_SENTENCE,
+    evidence="in model.rotary_emb's output, positions 32 to 63 have the values of positions 0 to 31; all else is right",
     first="forward/model.rotary_emb",
 )
 def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
@@ -230,7 +230,8 @@ def rotary_positions_of_the_first_rank(run: Planting) -> Plant:
 
 @ulysses_fault(
     seen_in="deepspeedai/DeepSpeed 8491",
-    evidence=NO_SENTENCE,
+    cause="gradient lost",
+    evidence="no gradient arrives at ...v_proj's output: it is zero there",
     first="backward/model.layers.1.self_attn.v_proj",
 )
 def exchange_without_a_gradient(run: Planting) -> Plant:
@@ -247,7 +248,7 @@ def exchange_without_a_gradient(run: Planting) -> Plant:
 
 @ulysses_fault(
     seen_in="vllm-project/vllm-omni 5716",
-    evidence=NO_SENTENCE,
+    evidence="in ...o_proj's input, heads 0 to 1 have the values of heads 2 to 3, heads 2 to 3 have the values of heads 0 to 1; all else is right",
     first="forward/model.layers.0.self_attn.o_proj.input",
 )
 def heads_in_another_order(run: Planting) -> Plant:

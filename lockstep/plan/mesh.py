@@ -13,7 +13,7 @@ the innermost axis, along which most is communicated.
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -197,7 +197,7 @@ def balanced_share(length: int, rank: int, size: int) -> list[tuple[int, int]]:
     return [(rank * piece, piece), ((2 * size - 1 - rank) * piece, piece)]
 
 
-def runs(positions: list[int]) -> list[list[int]]:
+def runs(positions: Iterable[int]) -> list[list[int]]:
     """[start, length] of the runs of consecutive positions, in order."""
     pairs: list[list[int]] = []
     for position in positions:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.diagnosis import diagnose as diagnose_module
-from lockstep.diagnosis import evidence, forward
+from lockstep.diagnosis import evidence, forward, places
 from lockstep.diagnosis import moments as moment_rules
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import describe
@@ -306,6 +306,21 @@ def updated_by(**options):
     return {f"parameter/{name}": change(name) for name in PARAMETERS}
 
 
+def off_from(sample):
+    """What makes the samples from this one on wrong."""
+    return (torch.arange(4) >= sample)[:, None, None] * torch.arange(CHANNELS).double()
+
+
+def moved_on(places):
+    """Parameters that began the step with the values so many places after them."""
+
+    def change(name, shift):
+        before = before_of(name)
+        return lambda t, e: t + before.flatten().roll(-shift).view(before.shape) - before
+
+    return {f"parameter/{name}": change(name, shift) for name, shift in places.items()}
+
+
 SAID = {  # what is changed, the causes that are named, and what else is said
     "nothing": ({}, [], ""),
     "twice, where nothing is summed": ({"forward/col": twice}, [], "it is 2 = tp or dp times the right one"),
@@ -337,6 +352,15 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "a third moved": ({"parameter/col.weight": lambda t, e: t.roll(20, 0)}, [], "64 rows are in other places"),
     "moments in bfloat16": ({f"exp_avg/{name}": lambda t, e: t.bfloat16().double() for name in PARAMETERS}, ["precision"], "every element of 4 exp_avgs is a bfloat16 number"),
     "weight decay": (of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
+    "samples exchanged": ({"forward/col": lambda t, e: t[[1, 0, 2, 3]]}, ["pieces exchanged"], "sample 0 has the values of sample 1, sample 1 has the values of sample 0; all else is right"),
+    "positions moved": ({"backward/norm": lambda t, e: t.roll(1, 1)}, ["pieces exchanged"], "positions 1 to 7 have the values of positions 0 to 6"),
+    "one sample of another, and two that are off": ({"forward/col": lambda t, e: t[[0, 0, 2, 3]] + off_from(2)}, [], "only samples 1 to 3 of 4 are wrong"),
+    "one sample of another, and one that is off": ({"forward/col": lambda t, e: t[[0, 0, 2, 3]] + off_from(3)}, ["pieces exchanged"], "sample 1 has the values of sample 0; 1 more is wrong in another way"),
+    "no gradient": ({"backward/col": lambda t, e: 0 * t}, ["gradient lost"], "arrives at col's output: it is zero there"),
+    "no gradient in a sample": ({"backward/col": lambda t, e: t * (torch.arange(4) != 1)[:, None, None]}, ["gradient lost"], "arrives at col's output at sample 1: it is zero there"),
+    "no gradient in a column": ({"backward/col": lambda t, e: t * (torch.arange(CHANNELS) != 1)}, [], "only column 1 of 64 is wrong"),
+    "weights one place on": (moved_on({"col.weight": 1, "row.weight": 1}), ["weights"], "elements of col.weight, row.weight had the values 1 place after them"),
+    "weights one and two places on": (moved_on({"col.weight": 1, "row.weight": 2}), [], ""),
     "a vector that is off otherwise": ({"parameter/norm.weight": lambda t, e: t - 1e-3}, [], ""),
 }  # fmt: skip
 
@@ -576,6 +600,10 @@ def test_the_norm():
     )
     names, found = diagnosed({}, recorded_norm=math.sqrt(half / total))
     assert names == ["clipping"] and "tp rank 1's shards alone" in found.causes[0].evidence
+    # Flat parts of ZeRO: the first has the first weight and the first vector
+    flat = squares["norm.weight"] + squares["col.weight"]
+    names, found = diagnosed({}, recorded_norm=math.sqrt(flat / total))
+    assert names == ["clipping"] and "dp rank 0's shards alone" in found.causes[0].evidence
     assert diagnosed({}, recorded_norm=1.1)[0] == []  # too large, and it is not known by what
 
 
@@ -722,3 +750,32 @@ def masked(diagonal, heads=(0, 2), *, noise=0.0):
 def test_a_mask_that_is_off_by_one(diagonal, heads, said, noise):
     found = forward.mask_off_by_one(masked(diagonal, heads, noise=noise))
     assert (found is None) == (said is None) and (found is None or found.evidence.startswith(said)), found
+
+
+LOGITS = "backward/lm_head"
+
+
+@pytest.mark.parametrize(
+    "weights, said",
+    [
+        ([0, 0, 1, 1, 2, 2, 2, 2], "2 tokens 0 times, 2 tokens 1 times, 4 tokens 2 times (1 is right)"),
+        ([1, 1, 1, 1, 1, 1, 1, 0.5], "1 token 0.5 times, 7 tokens 1 times (1 is right)"),
+        ([2, 2, 2, 2, 2, 2, 2, 2], None),  # a factor
+        ([1, 2, 3, 4, 5, 6, 7, 8], None),  # as many weights as tokens
+    ],
+)
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_weights_of_tokens(weights, said, off):
+    generator = torch.Generator().manual_seed(0)
+    right, noise = torch.randn(2, 2, 4, 30, generator=generator).double()
+    own = torch.tensor(weights).view(2, 4, 1) * right + off * noise
+    case = SimpleNamespace(
+        first=LOGITS,
+        names=SimpleNamespace(logits_gradient=LOGITS),
+        own=lambda name: own,
+        right=lambda name: right,
+        explains=lambda name, value: float((own - value).norm()) <= 1e-9 * float(own.norm()),
+    )
+    found = places.weights_of_tokens(case)
+    assert (found is None) == (said is None or off > 0)
+    assert found is None or found.evidence == f"in the gradient of the logits, {said}"

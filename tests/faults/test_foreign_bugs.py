@@ -23,7 +23,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 SHARDED = {
     "wrong attention scale": (ATTENTION, 1, "module settings", "position 0 of 32 is right"),
     "lost causal mask": (ATTENTION, 1, None, "position 31 of 32 is right"),
-    "causal mask off by one": (ATTENTION, 1, None, "position 31 of 32 is right"),
+    "causal mask off by one": (ATTENTION, 1, "attention mask", "position 31 of 32 is right"),
     "another norm epsilon": ("forward/model.layers.1.input_layernorm", 1, "module settings", ""),
     "another norm epsilon on one tp rank": (
         "forward/model.layers.1.input_layernorm",
@@ -36,8 +36,8 @@ SHARDED = {
     "two heads swapped": (
         "forward/model.layers.1.self_attn.q_proj",
         1,
-        None,
-        "the heads are in another order: 1, 0, 3, 2",
+        "pieces exchanged",
+        "head 0 has the values of head 1, head 1 has the values of head 0",
     ),
     "bias left out": (
         "gradient/model.layers.1.self_attn.k_proj.bias",
@@ -56,7 +56,7 @@ SHARDED = {
         "only DP rank 1 of 2",
     ),
     "share of one tp rank counted twice": ("forward/model.layers.1.mlp.down_proj", 1, None, ""),
-    "loss of one replica counts twice": ("backward/lm_head", 1, None, "only DP rank 1 of 2"),
+    "loss of one replica counts twice": ("backward/lm_head", 1, "token weights", "only DP rank 1 of 2"),
     "gradient of one activation scaled": (f"gradient/{INTO_MLP}.weight", 1, None, "1.5 times the right one"),
     "gradient of some positions lost": ("gradient/model.layers.1.input_layernorm.weight", 1, None, ""),
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
