@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/model_sweep.py --number 300 --output results/model_sweep.json     about an hour on two cores
     PYTHONPATH=. python benchmarks/model_sweep.py --precision autocast --output results/model_sweep-autocast.json
 
-Architectures of benchmarks/models.py with other sizes, heads, depths, windows, ties, optimizers, micro batches and clipping, each with a
-seed of its own: two captured steps of DDP and FSDP at dp 2, judged tensor by tensor. Exit status 1 if there is an alarm.
+Architectures of benchmarks/models.py with other sizes, heads, depths, windows, ties, optimizers, micro batches, clipping, labels, padding and
+documents, each with a seed of its own: two captured steps of DDP and FSDP at dp 2, and of a strategy on another mesh that is drawn among those
+that the model can be cut by, judged tensor by tensor. Exit status 1 if there is an alarm.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import models
-from clean_sweep import named
+from clean_sweep import SAMPLES
 from outputs import output
 
 from lockstep import compare
@@ -24,21 +25,54 @@ from lockstep.dumps.trace import layout_of
 from lockstep.ground import origin
 from lockstep.ground.errors import UserError
 from lockstep.ground.files import write_result
-from lockstep.inputs import shapes
+from lockstep.plan.command_line import parse_config
 from lockstep.plan.config import BASELINE, JUDGED
+from lockstep.plan.runs import Run, runs_of
 from lockstep.running import jobs
+from lockstep.training import preflight
 from lockstep.training.observe import versions
 from lockstep.verdict import model_check
 
-RUN, SEQ_LENGTH = "fsdp@tp1xdp2", 48
 EXAMPLES = Path(__file__).parents[1] / "examples"
+ALWAYS, TRANSFORMERS_TP = "fsdp@tp1xdp2", f"{EXAMPLES}/transformers_tp.py:TransformersTP@tp2"
+FURTHER = (
+    *("fsdp@tp2", "fsdp@cp2", "fsdp@pp2", "fsdp@tp2:sequence_parallel", "fsdp@tp2xdp2", "fsdp@cp2xdp2"),
+    *("deepspeed@tp2", *(f"deepspeed@tp1xdp2:zero_stage={stage}" for stage in (1, 2, 3)), TRANSFORMERS_TP),
+)
+COMMON = [
+    "--dp_size",
+    "2",
+    "--batch_size",
+    "2",
+    "--seq_length",
+    "48",
+    "--debug_steps",
+    "2",
+    "--capture_steps",
+    "2",
+]
+Case = tuple[
+    dict, list[str], list[Run]
+]  # a config.json, the flags of all its runs, the runs beside the baseline
 OPTIMIZERS = [
     *("adamw", "adamw", "sgd", "NAdam", "RMSprop", "Adagrad", "Adam"),
     *(f"{EXAMPLES}/optimizers.py:{name}" for name in ("muon", "sgd_with_momentum", "adamw_foreach")),
 ]
 
 
-def draw(chance: random.Random) -> tuple[dict, list[str]]:
+def draw(chance: random.Random) -> Case:
+    """A case that run_verification.py takes."""
+    while True:
+        content, flags = _draw(chance)
+        further = [*chance.sample(FURTHER, len(FURTHER))]
+        with tempfile.TemporaryDirectory() as folder:
+            flags_of_model = ["--model_name", write_model(content, Path(folder)), *COMMON, *flags]
+            if _is_taken(ALWAYS, content, flags_of_model):
+                names = [ALWAYS, *[name for name in further if _is_taken(name, content, flags_of_model)][:1]]
+                return content, flags, runs_named(",".join(names))
+
+
+def _draw(chance: random.Random) -> tuple[dict, list[str]]:
     """(a config.json, the flags of its runs); transformers may refuse it."""
     kind = chance.choice(sorted(models.MODELS))
     own = dict(models.MODELS[kind])
@@ -58,68 +92,67 @@ def draw(chance: random.Random) -> tuple[dict, list[str]]:
     }
     if "sliding_window" in own:
         content["sliding_window"] = chance.choice((5, 16, 64))
-    optimizer = chance.choice(OPTIMIZERS)
-    flags = ["--optimizer", optimizer, "--gradient_accumulation_steps", str(chance.choice((1, 2)))]
-    flags += ["--max_grad_norm", chance.choice(("1.0", "0.1", "0")), *attention]
+    flags = ["--optimizer", chance.choice(OPTIMIZERS)]
+    flags += ["--gradient_accumulation_steps", str(chance.choice((1, 2)))]
+    flags += ["--max_grad_norm", chance.choice(("1.0", "0.1", "0")), *attention, *chance.choice(SAMPLES)]
     return content, flags
 
 
-def is_taken(content: dict, flags: list[str]) -> bool:
-    """Whether the drawn model is one that run_verification.py takes, and the drawn optimizer takes."""
-    attention = "eager" if "eager" in flags else "sdpa"
+def write_model(content: dict, folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def runs_named(names: str) -> list[Run]:
+    return runs_of(names, parse_config(BASELINE, COMMON), tp_size=2)[1:]
+
+
+def _is_taken(name: str, content: dict, flags: list[str]) -> bool:
+    """Whether the drawn model is one that this run can be verified with, and the drawn optimizer takes."""
+    has_plan = models.has_plan(content["model_type"]) and content["num_key_value_heads"] % 2 == 0
+    if name == TRANSFORMERS_TP and not has_plan:
+        return False
+    (run,) = runs_named(name)
     try:
-        architecture = shapes.as_transformers_says(content, "drawn")
-        shapes.require_trainable(architecture, "drawn")
-        layout = layout_of(architecture, attention)
+        config, inputs = preflight.checked(run.spec.place, [*flags, *run.arguments])
+        model_check.check(config, inputs)
+        if any(":muon" in flag for flag in flags):
+            return ".layers" in layout_of(inputs.architecture, config.attn_impl).names.layers
     except UserError:
         return False
-    if ":muon" in flags[1] and ".layers" not in layout.names.layers:
-        return False
-    return not model_check.problem_of(architecture, attention, SEQ_LENGTH)
+    return True
 
 
-def train(cases: dict[int, tuple[dict, list[str]]], folder: Path, precision: str) -> None:
-    """Capture two steps of every case, by its seed, with DDP, FSDP and the reference."""
-    runs, references = [], []
-    for seed, (content, flags) in cases.items():
-        model, own = folder / f"model-{seed}", folder / str(seed)
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(content))
-        common = ["--model_name", str(model), "--seed", str(seed), "--dp_size", "2", "--batch_size", "2"]
-        common += [
-            "--precision",
-            precision,
-            "--seq_length",
-            str(SEQ_LENGTH),
-            "--debug_steps",
-            "2",
-            "--capture_steps",
-            "2",
-            *flags,
+def train(cases: dict[int, Case], folder: Path, precision: str) -> None:
+    """Capture two steps of every case, by its seed, with its runs, the baseline and the reference."""
+    by_mesh, references = collections.defaultdict(list), []
+    for seed, (content, flags, runs) in cases.items():
+        own = folder / str(seed)
+        common = [
+            "--model_name",
+            write_model(content, folder / f"model-{seed}"),
+            "--seed",
+            str(seed),
+            *COMMON,
         ]
-        common += [
-            "--capture_dir",
-            str(own),
-            "--loss_output_dir",
-            f"{own}-losses",
-            "--storage_path",
-            str(folder),
-        ]
-        runs.append({"strategy": BASELINE, "arguments": common})
-        for run in named(RUN):
-            runs.append(
-                {"strategy": run.spec.place, "arguments": [*common, "--tp_size", "1", "--run_name", run.name]}
-            )
+        common += ["--precision", precision, *flags, "--capture_dir", str(own)]
+        common += ["--loss_output_dir", f"{own}-losses", "--storage_path", str(folder)]
+        (baseline,) = [run for run in runs_of(ALWAYS, parse_config(BASELINE, COMMON), 2) if run.is_baseline]
+        for run in (baseline, *runs):
+            job = {"strategy": run.spec.place, "arguments": [*common, *run.arguments]}
+            by_mesh[run.mesh].append(job)
         references.append({"strategy": "reference", "arguments": common})
-    jobs.start_all_groups([(2, runs), (None, references)], folder / "jobs")
+    groups = [(mesh.world_size, group) for mesh, group in by_mesh.items()]
+    jobs.start_all_groups([*groups, (None, references)], folder / "jobs")
 
 
-def judge(folder: Path) -> dict:
+def judge(folder: Path, runs: list[Run]) -> dict:
     """By run: a verdict that is not PASS, with its first tensor, and the nearest tensor's share of what is tolerated.
 
     NOT JUDGED is no alarm: DDP itself is too far from the reference, which an optimizer that magnifies rounding errors explains.
     """
-    names = (BASELINE, *(run.name for run in named(RUN)), "reference")
+    names = (BASELINE, *(run.name for run in runs), "reference")
     result = compare.judge([folder / name for name in names])
     found = {
         name: [result.verdict(name), run.failures[:1], run.unjudged] for name, run in result.runs.items()
@@ -131,13 +164,11 @@ def judge(folder: Path) -> dict:
     }
 
 
-def trained_and_judged(
-    cases: dict[int, tuple[dict, list[str]]], folder: Path, precision: str
-) -> dict[int, dict]:
+def trained_and_judged(cases: dict[int, Case], folder: Path, precision: str) -> dict[int, dict]:
     """What `judge` finds, by seed. Where a run fails, each case is tried alone; one that fails again did not run, and why is kept."""
     try:
         train(cases, folder / "together", precision)
-        return {seed: judge(folder / "together" / str(seed)) for seed in cases}
+        return {seed: judge(folder / "together" / str(seed), cases[seed][2]) for seed in cases}
     except jobs.JobFailed as error:
         print(
             f"together: {error}\n{(folder / 'together' / 'jobs' / 'log.txt').read_text()[-4000:]}", flush=True
@@ -146,7 +177,7 @@ def trained_and_judged(
     for seed, case in cases.items():
         try:
             train({seed: case}, folder / f"alone-{seed}", precision)
-            found[seed] = judge(folder / f"alone-{seed}" / str(seed))
+            found[seed] = judge(folder / f"alone-{seed}" / str(seed), case[2])
         except jobs.JobFailed as error:
             why = str(error).partition("; all it said is in ")[0]
             found[seed] = {"alarms": {}, "did not run": why, "nearest": {}}
@@ -166,17 +197,21 @@ def main() -> int:
     while waiting:
         now = {}
         for seed in waiting[: options.at_once]:
-            chance = random.Random(seed)
-            content, flags = draw(chance)
-            while not is_taken(content, flags):
-                content, flags = draw(chance)
-            now[seed] = (content, flags)
+            now[seed] = draw(random.Random(seed))
         waiting = waiting[options.at_once :]
         with tempfile.TemporaryDirectory() as name:
             for seed, found in trained_and_judged(now, Path(name), options.precision).items():
-                content, flags = now[seed]
+                content, flags, runs = now[seed]
                 flags = [flag.removeprefix(f"{EXAMPLES.parent}/") for flag in flags]
-                rows.append({"seed": seed, "model": content, "flags": flags, **found})
+                rows.append(
+                    {
+                        "seed": seed,
+                        "model": content,
+                        "flags": flags,
+                        "runs": [run.name for run in runs],
+                        **found,
+                    }
+                )
         alarms = [row for row in rows if row["alarms"]]
         unjudged = [row["seed"] for row in rows if row.get("not judged")]
         failed = {row["seed"]: row["did not run"] for row in rows if "did not run" in row}

@@ -49,6 +49,8 @@ class Trained(Tensors, header.Step):
     started_from: Sha256 | None = None
     # Of a replay that steps an optimizer: whether the optimizer itself asks for bfloat16 or float16
     lowered: bool | None = None
+    # The rounding errors (2-norm, largest element) of the optimizer's step in the run's dtype, in one process
+    update_errors: dict[Name, Annotated[list[Finite], Field(min_length=2, max_length=2)]] | None = None
     # Of a replay: see lockstep.verdict.float64.Float64
     regrets: dict[Name, MayBreakDown] | None = None
 

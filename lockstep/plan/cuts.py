@@ -31,6 +31,11 @@ class Positions:
                 f"--cp_size {config.cp_size}: --seq_length {config.seq_length} cannot be cut into {number} equal pieces; "
                 f"choose a multiple of {number}"
             )
+        if architecture["model_type"] not in modules.LIKE_LLAMA:
+            raise UserError(
+                f"--cp_size {config.cp_size}: attention over the positions of all ranks is known for models that are built like Llama, and "
+                f"{config.model_name} is not; choose another model"
+            )
         if config.attn_impl != "sdpa":
             raise UserError(
                 f"--cp_size {config.cp_size} --attn_impl {config.attn_impl}: attention over the positions of all ranks is computed by sdpa; "

@@ -144,9 +144,10 @@ def _judge_step(
         distances[run] |= of_update
     yardstick = OfDDP(ddp, step, distances[BASELINE], precision)
     for run, dump in dumps.items():
-        lowered = bool(references[run].steps[step].get("lowered"))
+        entry = references[run].steps[step]
+        lowered, errors = bool(entry.get("lowered")), entry.get("update_errors", {})
         runs[run].rows += [
-            yardstick.judge(dump, name, distances[run][name], lowered)
+            yardstick.judge(dump, name, distances[run][name], lowered, errors.get(name))
             for name in ddp.expected(step)
             if name in distances[run]
         ]

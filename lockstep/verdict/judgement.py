@@ -236,17 +236,30 @@ class OfDDP(Yardstick):
         super().__init__(found, ddp.steps[step]["tensors"], precision)
         self.ddp, self.step = ddp, step
 
-    def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Judgement:
-        """Return a row of a run. `lowered`: an optimizer of the user's own computes in bfloat16 or float16 itself."""
-        return Judgement(self.step, name, distance, *self._tolerance(dump, name, distance, lowered))
+    def judge(
+        self, dump: Dump, name: str, distance: Distance, lowered: bool, of_update: Sequence[float] | None
+    ) -> Judgement:
+        """Return a row of a run.
 
-    def _tolerance(self, dump: Dump, name: str, distance: Distance, lowered: bool) -> Size:
+        Of an optimizer of the user's own: `lowered` says whether it computes in bfloat16 or float16 itself, and `of_update` are the
+        rounding errors of its step in the run's dtype in one process.
+        """
+        tolerated = self._tolerance(dump, name, distance, lowered, of_update)
+        return Judgement(self.step, name, distance, *tolerated)
+
+    def _tolerance(
+        self, dump: Dump, name: str, distance: Distance, lowered: bool, of_update: Sequence[float] | None
+    ) -> Size:
         if name.removeprefix("parameter/") in self.ddp.layout.model.frozen:
             return EXACT
         ddp_distance, noise = self.found[name], self.noise.get(name)
         if self.ddp.has_own_optimizer and pass_of(name) == "update" and not name.startswith("average/"):
-            limit = LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE
-            return own_update_tolerance(distance, ddp_distance, limit, ROUNDOFF[self.entries[name]["dtype"]])
+            limit, roundoff = (
+                LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE,
+                ROUNDOFF[self.entries[name]["dtype"]],
+            )
+            of_run = Size(*of_update) if of_update else EXACT
+            return own_update_tolerance(distance, ddp_distance, limit, roundoff, of_run)
         if distance is ddp_distance and noise is not None:
             return yardstick_tolerance(distance, self.precision, noise)
         return self.tolerance(name, distance, _token_ratio(dump, self.ddp))
@@ -324,16 +337,21 @@ def tolerance(name: str, distance: Distance, measure: Size, roundoff: float, flo
     return measure.times(MULTIPLE).plus(distance.size.or_more(distance.terms).times(floor * roundoff))
 
 
-def own_update_tolerance(distance: Distance, ddp: Distance, limit: Size, roundoff: float) -> Size:
+def own_update_tolerance(
+    distance: Distance, ddp: Distance, limit: Size, roundoff: float, of_run: Size = EXACT
+) -> Size:
     """Return what is tolerated after the step of an optimizer of the user's own.
 
-    It is compared with the same step in float64 from the run's own gradients and state. How its rounding errors grow is not known,
-    so DDP is the yardstick. DDP's own error may be at most `limit` times the change.
+    It is compared with the same step in float64 from the run's own gradients and state. How its rounding errors grow is not known, so the
+    yardstick is DDP, or `of_run`, the errors of the run's step once more in its dtype, if these are larger: an element whose gradient all
+    but cancels against its weight decay may do so in this run alone. Either may be at most `limit` times the change.
     """
     floor = distance.size.plus(distance.shown).times(UPDATE["exp_avg_sq"] * roundoff)
+    most = Size(limit.norm * distance.change, limit.largest * distance.largest_change)
     if distance is ddp:
-        return Size(limit.norm * distance.change, limit.largest * distance.largest_change).or_more(floor)
-    return ddp.errors.times(MULTIPLE).plus(floor)
+        return most.or_more(floor)
+    yardstick = ddp.errors.or_more(Size(*map(min, of_run, most)))
+    return yardstick.times(MULTIPLE).plus(floor)
 
 
 def zeros_of(found: dict[str, Distance], entries: dict[str, dict], precision: str) -> set[str]:

@@ -42,6 +42,7 @@ from lockstep.plan.mesh import Mesh
 from lockstep.training.observe import provenance
 from lockstep.training.optim import (
     AnyOptimizer,
+    Named,
     WeightAverage,
     build_optimizer,
     gradient_of,
@@ -56,7 +57,7 @@ from lockstep.training.optim import (
 from lockstep.training.strategy import MicroBatch
 from lockstep.verdict import forced, module_results
 from lockstep.verdict.comparable_dumps import require_comparable_dumps
-from lockstep.verdict.distance import clip_factor
+from lockstep.verdict.distance import Size, clip_factor, size_of
 from lockstep.verdict.float64 import Float64, make_exact
 
 if TYPE_CHECKING:
@@ -86,33 +87,61 @@ class ReferenceStrategy:
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay < 1 else None
 
     def renew_optimizer(self) -> None:
-        """Build an optimizer that has not stepped yet."""
+        """Build an optimizer that has not stepped yet; one of the user's own a second time, for parameters in the run's dtype."""
         config = self.config
-        groups = parameter_groups(trained(self.model), config.weight_decay)
         if config.optimizer == "adamw":  # not fused
+            groups = parameter_groups(trained(self.model), config.weight_decay)
             self.optimizer = torch.optim.AdamW(
                 groups, lr=config.learning_rate, betas=BETAS, eps=EPS, foreach=False
             )
             return
-        named = named_trained(self.model)
-        self.optimizer = build_optimizer(
+        self.optimizer = self._built(named_trained(self.model))
+        if config.has_own_optimizer:
+            self.rounded = [
+                (name, torch.nn.Parameter(parameter.detach().to(config.parameter_dtype)))
+                for name, parameter in named_trained(self.model)
+            ]
+            self.rounded_optimizer = self._built(self.rounded)
+
+    def _built(self, named: Named) -> AnyOptimizer:
+        config = self.config
+        groups = parameter_groups([parameter for _, parameter in named], config.weight_decay)
+        return build_optimizer(
             groups, optimizer=config.optimizer, learning_rate=config.learning_rate, named=named
         )
 
-    def step_as(self, theirs: dump.Dump, index: int) -> bool:
-        """Step the optimizer from a run's own gradients and state. Return whether the optimizer lowers the precision itself.
+    def step_as(self, theirs: dump.Dump, index: int) -> tuple[bool, dict[str, Size]]:
+        """Step the user's own optimizer from a run's own gradients and state, in float64, and once more in the run's dtype.
 
         `theirs` is the run's dump, `index` the number of the step less one. Numbers that the optimizer counts, such as steps, are its own.
+        Returns whether the optimizer lowers the precision itself, and the rounding errors of each updated tensor in the run's dtype.
         """
         clip = clip_factor(theirs.run["config"], theirs.steps[index + 1]["grad_norm"])
-        for name, parameter in named_trained(self.model):
-            parameter.grad = theirs.tensor(index + 1, f"gradient/{name}").double() * clip
+        pairs = list(zip(named_trained(self.model), self.rounded, strict=True))
+        for (name, exact), (_, rounded) in pairs:
+            gradient = theirs.tensor(index + 1, f"gradient/{name}")
+            with torch.no_grad():
+                rounded.copy_(exact)
+            exact.grad, rounded.grad = gradient.double() * clip, (gradient * clip).to(rounded.dtype)
             for kind, shapes in theirs.layout.state.items() if index else ():
                 if name in shapes:
-                    self.optimizer.state[parameter][kind].copy_(theirs.tensor(index, f"{kind}/{name}"))
+                    value = theirs.tensor(index, f"{kind}/{name}")
+                    self.optimizer.state[exact][kind].copy_(value)
+                    self.rounded_optimizer.state[rounded][kind].copy_(value)
+        groups = zip(self.optimizer.param_groups, self.rounded_optimizer.param_groups, strict=True)
+        for group, rounded_group in groups:
+            rounded_group["lr"] = group["lr"]
         with Float64() as mode:
             self.optimizer.step()
-        return mode.lowered
+        self.rounded_optimizer.step()
+        errors = {}
+        for (name, exact), (_, rounded) in pairs:
+            errors[f"parameter/{name}"] = size_of(rounded.double() - exact)
+            state, rounded_state = self.optimizer.state[exact], self.rounded_optimizer.state[rounded]
+            for kind in self.state_kinds():
+                if kind in state:
+                    errors[f"{kind}/{name}"] = size_of(rounded_state[kind].double() - state[kind])
+        return mode.lowered, errors
 
     def state_kinds(self) -> list[str]:
         return state_kinds(self.optimizer)
@@ -283,13 +312,12 @@ def _one_step(
     *,
     started_from: str = "",
     chosen: dict[str, torch.Tensor] | None = None,
-    again: Callable[[], bool] | None = None,
+    again: Callable[[], tuple[bool, dict[str, Size]]] | None = None,
 ) -> float:
     """Compute and capture one step on the micro batches of all DP ranks. Return the mean loss.
 
     `started_from` identifies the parameters that a step of a replay starts from; "" for the reference. A replay takes the choices `chosen`
-    and makes no update, except with an optimizer of the user's own. `again` then makes the update as the run did, and returns whether the
-    optimizer lowers the precision.
+    and makes no update, except with an optimizer of the user's own. `again` is then `ReferenceStrategy.step_as` for the run.
     """
     rate = rates.rate_of(vars(config), index + 1, inputs.num_steps)
     set_rate(strategy.optimizer, rate, config.learning_rate)
@@ -318,6 +346,9 @@ def _one_step(
     if chosen:
         record["regrets"] = strategy.regrets
     if again:
-        record["lowered"] = again()
+        record["lowered"], errors = again()
+        record["update_errors"] = {
+            name: list(error) for name, error in errors.items() if all(map(math.isfinite, error))
+        }
     capture.end(record, updated=not started_from or again is not None)
     return loss

@@ -56,6 +56,7 @@ REFUSED = [
     ("fsdp", "--tp_size 2 --activation_checkpointing --compile", "leave one of them out"),
     ("fsdp", "--tp_size 1 --cp_size 2 --seq_length 30", "cannot be cut into 4 equal pieces"),
     ("fsdp", "--tp_size 1 --cp_size 2 --attn_impl eager", "leave --attn_impl out"),
+    ("fsdp", "--tp_size 1 --cp_size 2 --model_name tiny-mixtral", "is known for models that are built like Llama"),
     ("ddp", "--cp_size 2", "DDP has no context parallelism"),
     ("fsdp", "--sp_size 2", "unrecognized arguments: --sp_size"),
     ("deepspeed", "--pp_size 2", "DeepSpeed AutoTP has no pipeline parallelism"),
