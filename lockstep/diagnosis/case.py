@@ -80,6 +80,11 @@ class Case:
         """Return the case of another captured step, with the same tensor as the first wrong one."""
         return self.at((step, 0, self.first, ""))
 
+    @property
+    def path(self) -> str:
+        """The name of the first wrong tensor without its kind."""
+        return self.first.partition("/")[2]
+
     # Tensors
 
     def own(self, name: str, step: int | None = None) -> torch.Tensor:

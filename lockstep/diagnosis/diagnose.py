@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.diagnosis import backward, forward, gradients, moments, odd, places, update
+from lockstep.diagnosis import backward, context, exchanged, forward, gradients, loss, moments, odd, update
 from lockstep.diagnosis.case import LEFT, Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
@@ -29,10 +29,14 @@ class Stage:
 
 STAGES = {
     "batch": Stage(("batch",), forward.BATCH_RULES),
-    "forward": Stage(("forward",), forward.FORWARD_RULES + places.FORWARD_RULES),
-    "loss": Stage((), backward.LOSS_RULES + places.LOSS_RULES),
-    "backward": Stage(("backward",), backward.BACKWARD_RULES + places.BACKWARD_RULES),
-    "gradients": Stage(("gradient",), gradients.GRADIENT_RULES),
+    "forward": Stage(
+        ("forward",), (*forward.FORWARD_RULES, *context.FORWARD_RULES, exchanged.outputs_exchanged)
+    ),
+    "loss": Stage((), loss.LOSS_RULES),
+    "backward": Stage(
+        ("backward",), (*backward.BACKWARD_RULES, *context.BACKWARD_RULES, exchanged.outputs_exchanged)
+    ),
+    "gradients": Stage(("gradient",), context.GRADIENT_RULES + gradients.GRADIENT_RULES),
     "gradient norm": Stage((), moments.NORM_RULES),
     "moments": Stage(("exp_avg", "exp_avg_sq"), moments.MOMENT_RULES),
     "parameters": Stage(("parameter",), update.PARAMETER_RULES),

@@ -7,6 +7,8 @@ import torch
 
 # By precision: how near a measured factor must be to tp, 1/dp, ... to be called that.
 NEAR = {"fp32": 1e-3, "autocast": 0.03, "bf16": 0.03}
+# Several explanations may fit. One is taken only if every other leaves more than this times its error: less may be chance.
+NEARER = 1.05
 SAME_FACTOR = 1e-2  # two measured factors that are as near to each other as this are the same
 
 

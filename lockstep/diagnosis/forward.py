@@ -4,12 +4,28 @@ A rule is a function of a Case that returns a cause, or None. Its docstring says
 on convincing evidence: a value that was recomputed from the dump and is what the run has.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
+from torch.nn import functional
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, MOMENTS, Case, describe
+from lockstep.diagnosis.odd import places_of, wrong_elements
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "the tanh approximation of gelu": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu by a sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "the square of relu": lambda x: torch.relu(x).square(),
+    "tanh": torch.tanh,
+    "a sigmoid": torch.sigmoid,
+}
 
 
 def batch(case: Case) -> Cause:
@@ -64,7 +80,7 @@ def dropout(case: Case) -> Cause | None:
     if fraction is None:
         return None
     replicas = ", not the same on all ranks that hold it" if case.odd_ranks(case.first) else ""
-    what = describe(_name(case))
+    what = describe(case.path)
     return Cause(
         "random numbers",
         f"{100 * fraction:.1f} % of the elements of {what} are zero, scattered, and the others larger to make up for it{replicas}: dropout",
@@ -78,7 +94,7 @@ def other_weights(case: Case) -> Cause | None:
     updated weight is wrong, the weight was wrong before.
     """
     for kind in ("weight", "bias"):
-        name = (case.weight_of(_name(case)) if kind == "weight" else None) or f"{_name(case)}.{kind}"
+        name = (case.weight_of(case.path) if kind == "weight" else None) or f"{case.path}.{kind}"
         key = f"parameter/{name}"
         if key not in case.rows:
             continue
@@ -135,7 +151,7 @@ def _ranks(ranks: list[int]) -> str:
 
 def earlier_weights(case: Case) -> Cause | None:
     """A linear layer or a norm computes with the weight that it had before an earlier update."""
-    module = _name(case)
+    module = case.path
     weight, source, bias_name = case.weight_of(module), case.source(module), f"{module}.bias"
     if weight is None or not case.has(f"forward/{source}"):
         return None
@@ -149,11 +165,101 @@ def earlier_weights(case: Case) -> Cause | None:
             value = case.own(f"forward/{source}") @ (old if case.is_transposed(module) else old.T) + bias
         else:
             return None
-        if case.explains(case.first, value):
+        if case.explains(case.first, _in_wrong_samples(case, value)):
             return Cause(
                 "weights",
                 f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",
             )
+    return None
+
+
+def _in_wrong_samples(case: Case, value: torch.Tensor) -> torch.Tensor:
+    """Return a value of the first wrong tensor for the samples in which it is wrong, and what is right for the others."""
+    right = case.right(case.first).clone()
+    wrong = places_of(wrong_elements(case, case.own(case.first), right), 0)
+    right[wrong] = value[wrong]
+    return right
+
+
+def rounded_operands(case: Case) -> Cause | None:
+    """A linear layer computes with its input, its weight or both rounded to 16 bits, in a run that computes it in float32."""
+    module = case.path
+    weight, source, bias_name = case.weight_of(module), case.source(module), f"{module}.bias"
+    if case.options["precision"] != "fp32" or not case.is_linear(module) or not case.has(f"forward/{source}"):
+        return None
+    assert weight is not None, "it is linear"
+    w, x = case.before(weight), case.own(f"forward/{source}")
+    w = w if case.is_transposed(module) else w.T
+    bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded_x, rounded_w = x.to(dtype).double(), w.to(dtype).double()
+        for words, value in (
+            ("input and weight", rounded_x @ rounded_w),
+            ("input", rounded_x @ w),
+            ("weight", x @ rounded_w),
+        ):
+            if case.explains(case.first, _in_wrong_samples(case, value + bias)):
+                name = str(dtype).removeprefix("torch.")
+                return Cause(
+                    "precision",
+                    f"{describe(module)} is computed with its {words} rounded to {name}, in a float32 run",
+                )
+    return None
+
+
+def another_activation(case: Case) -> Cause | None:
+    """A module without weights, such as `act_fn`, is another function of its input."""
+    source = case.source(case.path)
+    if source is None or not case.has(f"forward/{source}"):
+        return None
+    x = case.own(f"forward/{source}")
+    for name, function in ACTIVATIONS.items():
+        if x.shape == case.own(case.first).shape and case.explains(
+            case.first, _in_wrong_samples(case, function(x))
+        ):
+            return Cause(
+                "activation function", f"{describe(case.path)} is {name} of its input, as recomputed"
+            )
+    return None
+
+
+def rotary_frequencies(case: Case) -> Cause | None:
+    """The cosines or sines of rotary angles are those of other frequencies at the right positions."""
+    own, right = case.own(case.first), case.right(case.first)
+    if case.dump.layout.sources.get(case.path) != () or own.ndim != 3 or own.shape[1] < 2:
+        return None
+    inverse = torch.acos if bool((right[:, 0] == 1).all()) else torch.asin
+    if inverse is torch.asin and bool(right[:, 0].any()):
+        return None
+    function, positions = (
+        (torch.cos if inverse is torch.acos else torch.sin),
+        torch.arange(own.shape[1])[:, None],
+    )
+    frequencies, right_frequencies = (inverse(tensor[:1, 1:2].clamp(-1, 1)) for tensor in (own, right))
+    known = {
+        "rounded to bfloat16": right_frequencies.float().bfloat16().double(),
+        "rounded to float16": right_frequencies.float().half().double(),
+    }
+    for words, rounded in known.items():
+        if case.explains(case.first, function(positions * rounded).expand_as(own)):
+            return Cause(
+                "precision", f"{describe(case.path)} has frequencies that are {words}, as recomputed"
+            )
+    times = evidence.multiple_of(frequencies, right_frequencies)
+    if case.explains(case.first, function(times * positions * right_frequencies).expand_as(own)):
+        return Cause(
+            "rotary angles", f"{describe(case.path)} has {times:.4g} times the right angles, as recomputed"
+        )
+    # theta^(-2 i / dim): all logarithms are one multiple
+    power = evidence.multiple_of(frequencies.log(), right_frequencies.log())
+    theta = case.dump.run["architecture"].get("rope_theta") or case.dump.run["architecture"].get(
+        "rope_parameters", {}
+    ).get("rope_theta")
+    if theta and case.explains(case.first, function(positions * right_frequencies**power).expand_as(own)):
+        return Cause(
+            "rotary angles",
+            f"{describe(case.path)} has the angles of a theta of {theta**power:.4g}, not {theta:g}, as recomputed",
+        )
     return None
 
 
@@ -225,14 +331,14 @@ def rounded(case: Case) -> Cause | None:
     dtype = evidence.rounded_to((case.own(name), case.right(name)) for name in names) if is_float32 else ""
     if not dtype:
         return None
-    what = describe(_name(case)) if kind == "forward" else f"{len(names)} {kind}s"
+    what = describe(case.path) if kind == "forward" else f"{len(names)} {kind}s"
     run = "" if is_update else ", in a float32 run"
     return Cause("precision", f"every element of {what} is a {dtype} number{run}")
 
 
 def sum_over_tp(case: Case) -> Cause | None:
     """The output of a layer that sums over tp is one rank's share, or has the sum or only its bias tp times."""
-    module, tp = _name(case), case.mesh.tp
+    module, tp = case.path, case.mesh.tp
     shares = recompute.forward_shares(case, module)
     if not shares:
         return None
@@ -263,11 +369,6 @@ def sum_over_tp(case: Case) -> Cause | None:
     return None
 
 
-def _name(case: Case) -> str:
-    """Return the name of the first wrong tensor without its kind: MODULE, MODULE.1 or MODULE.input."""
-    return case.first.removeprefix("forward/")
-
-
 BATCH_RULES = (batch,)
 FORWARD_RULES = (
     dropout,
@@ -276,5 +377,8 @@ FORWARD_RULES = (
     earlier_weights,
     other_weights,
     rounded,
+    rounded_operands,
+    another_activation,
+    rotary_frequencies,
     sum_over_tp,
 )

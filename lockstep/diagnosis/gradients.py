@@ -5,8 +5,8 @@ import math
 import torch
 
 from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.backward import cause_of_weights, is_a_factor
 from lockstep.diagnosis.case import Case
+from lockstep.diagnosis.exchanged import tensors_exchanged
 from lockstep.diagnosis.forward import rounded
 from lockstep.diagnosis.odd import numbered
 from lockstep.dumps.layout import SEQUENCE
@@ -74,7 +74,7 @@ def own_heads_only(case: Case) -> Cause | None:
 
 def one_rank_only(case: Case) -> Cause | None:
     """Each part of the gradients comes from one DP rank's samples alone, or from one replica's, as if there were no others."""
-    known, dp = _some_known(case), case.mesh.num_sample_shares
+    known, dp = some_known(case), case.mesh.num_sample_shares
     if not known or case.wrong("backward"):
         return None
     for size in (size for size in range(1, dp) if dp % size == 0):
@@ -108,29 +108,9 @@ def _one_replica_only(case: Case, known: list[recompute.Contributions], size: in
     )
 
 
-def one_cp_rank_only(case: Case) -> Cause | None:
-    """Each part of the gradients comes from the positions of one cp rank alone, as they are or cp times."""
-    cp = case.mesh.cp
-    known = _some_known(case, by_cp_rank=True) if case.pieces("cp") and not case.wrong("backward") else []
-    for times in (1, cp):
-
-        def terms(contributions: torch.Tensor, times: int = times) -> torch.Tensor:
-            return times * contributions.unflatten(0, (-1, cp)).sum(0)
-
-        found = [(one.parameter, *recompute.nearest_terms(one, terms)) for one in known]
-        if found and all(case.leaves_little(f"gradient/{name}", left) for name, _, left in found):
-            shown = "; ".join(f"{name}: cp rank {' or '.join(map(str, ranks))}'s" for name, ranks, _ in found)
-            return Cause(
-                "cp reduction missing",
-                f"each part of these gradients is {f'{cp} = cp times ' * (times > 1)}what one cp rank's positions contribute, "
-                f"without the others', as recomputed ({shown})",
-            )
-    return None
-
-
 def reduced_in_part(case: Case) -> Cause | None:
     """Some micro batches count from all DP ranks, and the others from some ranks alone, all with one weight."""
-    found = [] if case.wrong("backward") else _solved(case, _some_known(case))
+    found = [] if case.wrong("backward") else _solved(case, some_known(case))
     ways = set()
     for _, weights in found:
         whole = (weights[0] - 1).abs().amax(0) <= evidence.SAME_FACTOR
@@ -165,7 +145,7 @@ def uneven_samples(case: Case) -> Cause | None:
     if case.wrong("backward"):
         return None
     are_few = len(_wrong(case)) < len(case.judged("gradient")) / 2
-    weights = _one_solution(_solved(case, _some_known(case)))
+    weights = _one_solution(_solved(case, some_known(case)))
     if weights is None or are_few and evidence.are_one_factor(weights[0]):
         return None
     what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
@@ -176,9 +156,13 @@ def of_two_steps(case: Case) -> Cause | None:
     """Micro batches of the step before are in every gradient, too, with the same weights on all DP ranks."""
     if case.step == 1 or case.wrong("backward"):
         return None
-    weights = _one_solution(_solved(case, _some_known(case), case.at_step(case.step - 1)))
+    weights = _one_solution(_solved(case, some_known(case), case.at_step(case.step - 1)))
     if weights is None or float((weights - weights.mean(1, keepdim=True)).abs().max()) > evidence.SAME_FACTOR:
         return None
+    if float(weights[0].abs().max()) <= evidence.SAME_FACTOR and _are_equal(weights[1] - 1):
+        return Cause(
+            "stale gradients", f"{listed(_wrong(case))}: the gradient of the step before, as recomputed"
+        )
     own, before = (
         ", ".join(f"{value + 0.0:.3g}" for value in row) for row in weights.mean(1).round(decimals=3).tolist()
     )
@@ -235,12 +219,56 @@ def one_factor(case: Case) -> Cause | None:
     return None
 
 
-def _some_known(case: Case, by_cp_rank: bool = False) -> list[recompute.Contributions]:
+def some_known(case: Case, by_cp_rank: bool = False) -> list[recompute.Contributions]:
     """Return the contributions to the first, the middle and the last of the wrong gradients whose contributions are known."""
     parameters = case.dump.layout.parameters
     few = [name for name in _wrong(case) if math.prod(parameters[name]) <= MANY]
     known = [one for one in (recompute.Contributions(case, name, by_cp_rank) for name in few) if one.known]
     return [known[index] for index in sorted({0, len(known) // 2, len(known) - 1})] if known else []
+
+
+def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | None:
+    """Return the cause of wrong weights of micro batches; None if they do not show one.
+
+    `weights` (dp, micro batches) are those with which each DP rank's micro batches count in `what`; 1 is right.
+    """
+    by_dp, by_micro = weights.mean(dim=1), weights.mean(dim=0)
+    if not _are_equal(by_dp):
+        if not _are_equal((weights - by_dp[:, None]).flatten()):
+            return None
+        shown = ", ".join(f"{value:.3g}" for value in (by_dp.round(decimals=3) + 0.0).tolist())
+        return Cause("rank weights", f"in {what} the DP ranks have different weights ({shown}; 1 is right)")
+    if not _are_equal(by_micro):
+        # Products of 16 bits leave the third digit unknown.
+        decimals = 3 if case.options["precision"] == "fp32" else 2
+        shown = ", ".join(f"{value:.3g}" for value in (by_micro.round(decimals=decimals) + 0.0).tolist())
+        return Cause(
+            "accumulation",
+            f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
+        )
+    factor = float(weights.mean())
+    names = case.names_of(factor)
+    if not factor > 0 or abs(factor - 1) <= evidence.SAME_FACTOR or not is_a_factor(case, factor):
+        return None
+    cause = "accumulation" if names and all("accumulation" in name for name in names) else "gradient scale"
+    return Cause(cause, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
+
+
+def is_a_factor(case: Case, factor: float) -> bool:
+    """Whether a factor that was measured on the gradients is one.
+
+    In noise, the gradients of another loss, such as one with label smoothing, may look like a multiple. So in autocast the factor
+    must be a known number, and in any precision the reported loss must agree.
+    """
+    is_known = case.options["precision"] == "fp32" or bool(case.names_of(factor))
+    return is_known and case.loss_is_scaled(factor)
+
+
+def _are_equal(values: torch.Tensor) -> bool:
+    """Whether all values are the same factor, as exactly as factors are measured."""
+    return float((values - values.mean()).abs().max()) <= evidence.SAME_FACTOR * max(
+        1.0, float(values.abs().max())
+    )
 
 
 GRADIENT_RULES = (
@@ -249,9 +277,9 @@ GRADIENT_RULES = (
     broken_tie,
     own_heads_only,
     one_rank_only,
-    one_cp_rank_only,
     reduced_in_part,
     uneven_samples,
     of_two_steps,
     one_factor,
+    tensors_exchanged,
 )

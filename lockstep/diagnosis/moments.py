@@ -7,6 +7,7 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import MOMENTS, Case
+from lockstep.diagnosis.exchanged import tensors_exchanged
 from lockstep.diagnosis.forward import rounded
 from lockstep.ground.words import listed
 from lockstep.training.optim import decays
@@ -15,6 +16,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 SAME_NORM = 1e-5  # two norms that are as near as this (relative) are the same
+MOST_FACTORS = 3  # of groups of parameters
 FACTOR = 1e-3  # likewise two factors of moments
 
 
@@ -45,6 +47,19 @@ def norm_of_other_gradients(case: Case) -> Cause | None:
                     f"{axis} rank {rank}'s {'layers' if axis == 'pp' else 'shards'} alone",
                 )
     return None
+
+
+def norm_after_clipping(case: Case) -> Cause | None:
+    """The recorded norm is that of the clipped gradients."""
+    norm = case.norm
+    if norm is None or abs(case.clip - 1) <= evidence.SAME_FACTOR:
+        return None
+    if not math.isclose(norm.recorded, clip_factor(case.options, norm.held) * norm.held, rel_tol=FACTOR):
+        return None
+    return Cause(
+        "reported norm",
+        f"the norm is that of the gradients after clipping, {norm.recorded:.6g}, not {norm.held:.6g}",
+    )
 
 
 def clipped_by_the_recorded_norm(case: Case) -> Cause | None:
@@ -297,7 +312,61 @@ def clipped_by_rank(case: Case) -> Cause | None:
     )
 
 
-NORM_RULES = (norm_of_other_gradients, clipped_by_the_recorded_norm)
+def decayed_gradients(case: Case) -> Cause | None:
+    """The gradients in all wrong moments have a multiple of the weights added, as with weight decay that is not decoupled."""
+    factors: list[float] = []
+
+    def decayed(path: str) -> torch.Tensor:
+        gradient, before = case.clip * case.own(f"gradient/{path}"), case.before(path)
+        factors.append(evidence.multiple_of(_newest(case, path) - gradient, before))
+        return gradient + factors[-1] * before
+
+    if not _are_moments_of(case, decayed) or not _are_one(factors):
+        return None
+    names = paths(case.wrong("exp_avg"))
+    return Cause(
+        "weight decay",
+        f"the gradients in the moments of {names} have {factors[0]:.4g} times the weights added",
+    )
+
+
+def scaled_gradients(case: Case) -> Cause | None:
+    """The gradients in all wrong moments are the run's own times one factor, which is not that of clipping; or times few factors."""
+    factors: list[float] = []
+
+    def scaled(path: str) -> torch.Tensor:
+        gradient = case.own(f"gradient/{path}")
+        factors.append(evidence.multiple_of(_newest(case, path), gradient))
+        return factors[-1] * gradient
+
+    rows, squares = case.wrong("exp_avg"), {row.path for row in case.wrong("exp_avg_sq")}
+    if not {row.path for row in rows} <= squares:  # other gradients show in both
+        return None
+    if not _are_moments_of(case, scaled) or not have_many_values(case, rows):
+        return None
+    different = sorted({float(f"{factor:.4g}") for factor in factors})
+    if len(different) > MOST_FACTORS:
+        return None
+    shown = " or ".join(map(str, different))
+    is_clipping = bool(case.options["max_grad_norm"])
+    expected = f", not {case.clip:.4g}, by which they must be clipped" if is_clipping else ""
+    return Cause(
+        "clipping" if is_clipping else "gradient scale",
+        f"the gradients in the moments of {paths(rows)} are {shown} times those that were recorded{expected}",
+    )
+
+
+def _newest(case: Case, path: str) -> torch.Tensor:
+    """Return the gradient that was added to a first moment."""
+    beta, name = MOMENTS["exp_avg"], f"exp_avg/{path}"
+    return (case.own(name) - beta * case.moment_before(name)) / (1 - beta)
+
+
+def _are_one(factors: list[float]) -> bool:
+    return all(math.isclose(factor, factors[0], rel_tol=evidence.SAME_FACTOR) for factor in factors)
+
+
+NORM_RULES = (norm_of_other_gradients, norm_after_clipping, clipped_by_the_recorded_norm)
 MOMENT_RULES = (
     rounded,
     moments_lost,
@@ -307,4 +376,7 @@ MOMENT_RULES = (
     clipped_by_rank,
     clipped_one_by_one,
     other_beta,
+    decayed_gradients,
+    scaled_gradients,
+    tensors_exchanged,
 )

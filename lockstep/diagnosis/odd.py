@@ -155,6 +155,13 @@ def _slices(wrong: torch.Tensor, dim: int, word: str) -> list[str]:
     return [f"only {numbered(word, places)} {total} {_are(places)} wrong"]
 
 
+def samples_and_positions(case: Case) -> list[tuple[str, int]]:
+    """Return (what lies along it, dim) of the samples and of the positions of the first wrong tensor, an output or its gradient."""
+    words = {BATCH: "sample", SEQUENCE: "position"}
+    symbols = case.dump.layout.outputs[case.path]
+    return [(words[symbol], dim) for dim, symbol in enumerate(symbols) if symbol in words]
+
+
 def places_of(wrong: torch.Tensor, dim: int) -> list[int]:
     """Return the places along a dim at which something is wrong. `wrong` is a mask."""
     return wrong.movedim(dim, 0).reshape(wrong.shape[dim], -1).any(1).nonzero()[:, 0].tolist()
@@ -206,11 +213,6 @@ def _likeness(case: Case, own: torch.Tensor, reference: torch.Tensor) -> list[st
             sentences.append(
                 f"each head is the reference's, times {', '.join(f'{factor:.4g}' for factor in factors)}"
             )
-    elif own.ndim == 2 and len(own) <= 1024 and not case.first.startswith(("forward/", "backward/")):
-        order = evidence.order_of_rows(own, reference)
-        if order and case.explains(case.first, reference[order]):
-            moved = [row for row, place in enumerate(order) if row != place]
-            sentences.append(f"{len(moved)} rows are in other places; the first is row {moved[0]}")
     return sentences
 
 

@@ -71,11 +71,13 @@ def backward_shares(case: Case, name: str) -> dict[str, list[torch.Tensor]]:
         weight = f"parameter/{case.weight_of(module)}"
         if (
             not case.is_linear(module)
+            or case.is_transposed(module)
             or not case.has(f"backward/{module}")
-            or case.sharded(weight).get("tp") != 0
+            or (case.mesh.tp > 1 and case.sharded(weight).get("tp") != 0)
         ):
             return {}
-        weights = case.shares(weight, "tp", case.before(weight.removeprefix("parameter/")))
+        before = case.before(weight.removeprefix("parameter/"))
+        weights = case.shares(weight, "tp", before) if case.mesh.tp > 1 else [[before]]
         start, shares[module] = 0, []
         gradient = case.own(f"backward/{module}")
         for (rows,) in weights:

@@ -1,12 +1,13 @@
 """Rules for a first wrong parameter or average. Gradients and moments are right."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, Case
+from lockstep.diagnosis.exchanged import tensors_exchanged
 from lockstep.diagnosis.forward import rounded
 from lockstep.diagnosis.moments import are_left_out, have_many_values, paths
 from lockstep.ground.words import listed
@@ -104,32 +105,6 @@ def _epsilon(case: Case, parameter: str) -> float:
     return evidence.multiple_of(right_update - update * (root - EPS) / root, update / root)
 
 
-def exchanged(case: Case) -> Cause | None:
-    """The parts of wrong parameters along dim 0, as many as an axis has ranks, are right and in another order."""
-    shown = []
-    for row in case.wrong("parameter"):
-        own, right = case.own(row.name), case.right(row.name)
-        sizes = [case.mesh.size(axis) for axis in case.mesh.axes]
-        parts = next(filter(None, (_in_another_order(case, row, own, right, size) for size in sizes)), "")
-        if not parts:
-            return None
-        shown.append(f"{row.path} has the parts {parts}")
-    return (
-        Cause("pieces exchanged", f"updated right, but in another order: {listed(shown)}") if shown else None
-    )
-
-
-def _in_another_order(case: Case, row: Judgement, own: torch.Tensor, right: torch.Tensor, size: int) -> str:
-    """Return the order in which the `size` parts along dim 0 lie, such as "1, 0 of 2"; "" if that is not what is wrong."""
-    if own.ndim == 0 or len(own) % size:
-        return ""
-    parts, right_parts = own.reshape(size, -1), right.reshape(size, -1)
-    order = evidence.order_of_rows(parts, right_parts)
-    if not order or not case.explains(row.name, right_parts[order].reshape(own.shape)):
-        return ""
-    return f"{', '.join(map(str, order))} of {size}"
-
-
 def shifted(case: Case) -> Cause | None:
     """Before the step, a run of the elements of each wrong parameter had the values of elements some places away, always as many."""
     rows = case.wrong("parameter")
@@ -156,6 +131,24 @@ def _is_shifted(case: Case, row: Judgement, shift: int) -> bool:
     return len(wrong) > 0 and case.leaves_little(row.name, float((own[wrong] - value).norm()))
 
 
+def epsilon_in_root(case: Case) -> Cause | None:
+    """AdamW adds epsilon to the second moment, and then takes the root."""
+    rows = case.wrong("parameter")
+    if case.options["optimizer"] != "adamw" or not rows:
+        return None
+    for row in rows:
+        # With r, the root of the corrected second moment: right update (r + EPS) = update sqrt(r^2 + EPS)
+        unmoved = case.updated(row.path, eps=math.inf)
+        root = (case.own(f"exp_avg_sq/{row.path}") / (1 - BETAS[1] ** case.step)).sqrt()
+        update = (case.updated(row.path) - unmoved) * (root + EPS) / (root.square() + EPS).sqrt()
+        if not case.explains(row.name, unmoved + update):
+            return None
+    return Cause(
+        "optimizer settings",
+        f"the moments are right; in the update of {paths(rows)} epsilon is within the root",
+    )
+
+
 def scaled(case: Case) -> Cause | None:
     """The changes of all wrong parameters are the right ones times one factor."""
     rows = case.wrong("parameter")
@@ -167,10 +160,17 @@ def scaled(case: Case) -> Cause | None:
 
 
 def other_decay(case: Case) -> Cause | None:
-    """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not."""
+    """The error of the parameters is a multiple of the parameters themselves, as weight decay is and an update is not.
+
+    They are those before the update, or after it where the decay comes last.
+    """
+    return _of_decay(case, case.before) or _of_decay(case, case.updated)
+
+
+def _of_decay(case: Case, decayed: Callable[[str], torch.Tensor]) -> Cause | None:
     rows, errors = case.wrong("parameter"), []
     for row in rows:
-        before, updated = case.before(row.path), case.updated(row.path)
+        before, updated = decayed(row.path), case.updated(row.path)
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
         # Of weights that are all equal, a multiple is a constant. Only one as large as the configured decay shows it.
         known = case.options["weight_decay"] * case.rate
@@ -256,12 +256,13 @@ PARAMETER_RULES = (
     rounded,
     frozen_moved,
     update_left_out,
-    exchanged,
+    tensors_exchanged,
     shifted,
     other_decay,
     of_another_step,
     other_epsilon,
+    epsilon_in_root,
     scaled,
 )
-RULES_OF_ANY_OPTIMIZER = (frozen_moved, update_left_out, exchanged, scaled)
+RULES_OF_ANY_OPTIMIZER = (frozen_moved, update_left_out, tensors_exchanged, scaled)
 AVERAGE_RULES = (other_average, another_beginning, moved_before_the_update)

@@ -36,6 +36,7 @@ OF_OUTPUTS = ("compute_dtype", "biased_linear_dtype", "embedding_dtype")
 # Entries of which a rank knows only what concerns its own layers.
 OF_LAYERS = (
     "weight_decay",
+    "optimizer_settings",
     MODULE_SETTINGS,
     "parameter_dtype",
     "reduction_dtype",

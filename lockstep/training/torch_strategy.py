@@ -315,10 +315,10 @@ class TorchStrategy:
             contract["attention"] = context_parallel.KERNEL
         if self.pipeline is not None:
             contract["tied_embeddings"] = self.pipeline.tied
-            contract["weight_decay"] = {
-                rate: sorted(self.pipeline.renamed.get(name, name) for name in names)
-                for rate, names in contract["weight_decay"].items()
-            }
+            renamed = self.pipeline.renamed
+            for of_values in (contract["weight_decay"], *contract.get("optimizer_settings", {}).values()):
+                for value, names in of_values.items():
+                    of_values[value] = sorted(renamed.get(name, name) for name in names)
         return contract
 
     def divided(self) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lockstep.diagnosis import diagnose as diagnose_module
-from lockstep.diagnosis import evidence, forward, places
+from lockstep.diagnosis import evidence, forward
+from lockstep.diagnosis import loss as loss_rules
 from lockstep.diagnosis import moments as moment_rules
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import describe
@@ -306,6 +308,40 @@ def updated_by(**options):
     return {f"parameter/{name}": change(name) for name in PARAMETERS}
 
 
+def epsilon_in_root():
+    """Every parameter, updated with epsilon added before the root is taken, and a large one."""
+    root = lambda e, name: (e[f"exp_avg_sq/{name}"] / (1 - BETAS[1])).sqrt()  # noqa: E731
+    return {
+        f"parameter/{name}": lambda t, e, name=name: before_of(name)
+        - RATE * e[f"exp_avg/{name}"] / (1 - BETAS[0]) / (root(e, name) ** 2 + EPS).sqrt()
+        for name in PARAMETERS
+    }
+
+
+def linear(change):
+    """The output of `row` from another input and weight."""
+
+    def output(t, e):
+        x, w = change(e["forward/col"], before_of("row.weight"))
+        return x @ w.T
+
+    return {"forward/row": output}
+
+
+def moments_of(change):
+    """Moments of other gradients in a first step."""
+    b1, b2 = BETAS
+
+    def moments(name):
+        gradient = lambda e: change(name, e[f"gradient/{name}"])  # noqa: E731
+        return {
+            f"exp_avg/{name}": lambda t, e: (1 - b1) * gradient(e),
+            f"exp_avg_sq/{name}": lambda t, e: (1 - b2) * gradient(e).square(),
+        }
+
+    return {key: value for name in PARAMETERS for key, value in moments(name).items()}
+
+
 def off_from(sample):
     """What makes the samples from this one on wrong."""
     return (torch.arange(4) >= sample)[:, None, None] * torch.arange(CHANNELS).double()
@@ -328,7 +364,7 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "own parts": ({"gradient/col.weight": own_parts}, ["dp reduction missing"], "DP rank 0 or 1's"),
     "one micro batch twice, the other never": ({"gradient/col.weight": lambda t, e: of_samples(slice(0, 1), 2)(t, e) + of_samples(slice(2, 3), 2)(t, e)}, [], ""),
     "one sample of four left out": ({"gradient/col.weight": of_samples(slice(3), 1)}, [], ""),
-    "one dp rank at half its weight": ({"gradient/col.weight": lambda t, e: t - of_samples(slice(2), 0.5)(t, e)}, [], "DP rank 0: 0.5; DP rank 1: 1"),
+    "one dp rank at half its weight": ({"gradient/col.weight": lambda t, e: t - of_samples(slice(2), 0.5)(t, e)}, ["rank weights"], r"different weights \(0.5, 1; 1 is right\)"),
     "a flipped sign of a gradient": ({"gradient/col.weight": flip}, [], r"\[3, 4\] is .*: its sign is flipped"),
     "a flipped sign of a weight": ({"parameter/col.weight": flip}, [], r"\[3, 4\] is .*: its sign is flipped"),
     "not finite": ({"gradient/col.weight": lambda t, e: t * math.nan}, [], "not finite"),
@@ -349,7 +385,19 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "another epsilon of some": ({**updated_by(eps=0.1), "parameter/col.bias": lambda t, e: 2 * t - before_of("col.bias")}, [], ""),
     "a negative epsilon": (updated_by(eps=-0.1), [], ""),
     "halves in the other order": ({"parameter/col.weight": lambda t, e: t.roll(32, 0)}, ["pieces exchanged"], "col.weight has the parts 1, 0 of 2"),
-    "a third moved": ({"parameter/col.weight": lambda t, e: t.roll(20, 0)}, [], "64 rows are in other places"),
+    "a third moved": ({"parameter/col.weight": lambda t, e: t.roll(20, 0)}, ["pieces exchanged"], "col.weight has 64 rows in other places, the first of them row 0"),
+    "transposed": ({"gradient/row.weight": lambda t, e: t.T}, ["pieces exchanged"], "row.weight is transposed"),
+    "two gradients exchanged": ({"gradient/col.weight": lambda t, e: e["gradient/row.weight"], "gradient/row.weight": lambda t, e: e["gradient/col.weight"]}, ["pieces exchanged"], "row.weight is that of col.weight, col.weight is that of row.weight"),
+    "one gradient exchanged, and one off": ({"gradient/col.weight": lambda t, e: e["gradient/row.weight"], "gradient/row.weight": flip}, [], ""),
+    "a branch is cut off": ({"backward/norm": lambda t, e: 0.5 * t}, [], "it is 0.5 = 1/tp or 1/dp times the right one"),
+    "epsilon within the root": (epsilon_in_root(), ["optimizer settings"], "epsilon is within the root"),
+    "input of a layer in bfloat16": (linear(lambda x, w: (x.bfloat16().double(), w)), ["precision"], "computed with its input rounded to bfloat16"),
+    "weight of a layer in float16": (linear(lambda x, w: (x, w.half().double())), ["precision"], "computed with its weight rounded to float16"),
+    "input of a layer that is off": (linear(lambda x, w: (x * 1.01, w)), [], ""),
+    "weights added to the gradients": (moments_of(lambda name, g: g + 0.1 * before_of(name)), ["weight decay"], "have 0.1 times the weights added"),
+    "other gradients in two groups": (moments_of(lambda name, g: (0.5 if name == "col.bias" else 0.25) * g), ["gradient scale"], "are 0.25 or 0.5 times those that were recorded"),
+    "each gradient another factor": (moments_of(lambda name, g: (1.5 + list(PARAMETERS).index(name)) * g), [], ""),
+    "weight decay after the update": (of_every_parameter(lambda t, before: t * (1 - RATE * 0.1), ("col.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "moments in bfloat16": ({f"exp_avg/{name}": lambda t, e: t.bfloat16().double() for name in PARAMETERS}, ["precision"], "every element of 4 exp_avgs is a bfloat16 number"),
     "weight decay": (of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "samples exchanged": ({"forward/col": lambda t, e: t[[1, 0, 2, 3]]}, ["pieces exchanged"], "sample 0 has the values of sample 1, sample 1 has the values of sample 0; all else is right"),
@@ -508,13 +556,10 @@ def test_moments():
     """One that is a multiple of the right one contradicts the betas of the contract: it is said, and not explained."""
     names, found = diagnosed({f"exp_avg_sq/{name}": lambda t, e: 50 * t for name in PARAMETERS})
     assert names == [] and "it is 50 times the right one" in found.odd[-1]
-    assert (
-        diagnosed(
-            {f"exp_avg/{name}": lambda t, e: 0.5 * t for name in PARAMETERS}
-            | {f"exp_avg_sq/{name}": lambda t, e: 0.25 * t for name in PARAMETERS}
-        )[0]
-        == []
-    )  # nothing was to be clipped: whatever scaled the gradients is not known
+    halved = {f"exp_avg/{name}": lambda t, e: 0.5 * t for name in PARAMETERS}
+    assert diagnosed(halved)[0] == []  # other gradients would show in both moments
+    names, found = diagnosed(halved | {f"exp_avg_sq/{name}": lambda t, e: 0.25 * t for name in PARAMETERS})
+    assert names == ["gradient scale"] and "0.5 times those that were recorded" in found.causes[0].evidence
 
 
 @pytest.mark.parametrize("by, names", [("its own norm", ["clipping"]), ("half its norm", [])])
@@ -605,6 +650,13 @@ def test_the_norm():
     names, found = diagnosed({}, recorded_norm=math.sqrt(flat / total))
     assert names == ["clipping"] and "dp rank 0's shards alone" in found.causes[0].evidence
     assert diagnosed({}, recorded_norm=1.1)[0] == []  # too large, and it is not known by what
+    after = 1 / math.sqrt(total)
+    names, found = diagnosed({}, recorded_norm=after, max_grad_norm=1.0)
+    assert (
+        names == ["reported norm"]
+        and "the norm is that of the gradients after clipping, 1, not" in found.causes[0].evidence
+    )
+    assert diagnosed({}, recorded_norm=after)[0] == []  # where nothing is clipped
 
 
 # What a run was configured with
@@ -776,6 +828,110 @@ def test_weights_of_tokens(weights, said, off):
         right=lambda name: right,
         explains=lambda name, value: float((own - value).norm()) <= 1e-9 * float(own.norm()),
     )
-    found = places.weights_of_tokens(case)
+    found = loss_rules.weights_of_tokens(case)
     assert (found is None) == (said is None or off > 0)
     assert found is None or found.evidence == f"in the gradient of the logits, {said}"
+
+
+def of_logits(own, right, logits, labels, precision="fp32"):
+    """A case whose first wrong tensor is the gradient of the logits."""
+    tensors = {LOGITS: own, "forward/lm_head": logits, "batch/labels": labels}
+    return SimpleNamespace(
+        first=LOGITS,
+        names=SimpleNamespace(logits_gradient=LOGITS, logits="forward/lm_head"),
+        options={"precision": precision},
+        has=lambda *names: all(name in tensors for name in names),
+        own=lambda name: tensors[name],
+        right=lambda name: right,
+        explains=lambda name, value: float((own - value).norm()) <= 1e-6 * float((own - right).norm()),
+    )
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (
+            lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+            "a cross entropy with label smoothing of 0.1",
+        ),
+        (
+            lambda z, y: F.cross_entropy(z, y) + 1e-2 * z.logsumexp(-1).square()[y != -100].mean(),
+            "with a z-loss of 0.01",
+        ),
+        (lambda z, y: F.cross_entropy(z / 1.5, y), "of logits that are divided by a temperature of 1.5"),
+        (
+            lambda z, y: F.cross_entropy(z.detach().bfloat16().double() + z - z.detach(), y),
+            "of logits that are rounded to bfloat16",
+        ),
+        (lambda z, y: F.cross_entropy(z.tanh(), y), None),
+        (lambda z, y: F.multi_margin_loss(z[y != -100], y[y != -100]), None),
+    ],
+)
+def test_another_loss(loss, said):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 6, 20, generator=generator).double()
+    labels = torch.randint(0, 20, (2, 6), generator=generator)
+    labels[0, :2] = -100
+
+    def gradient(function):
+        z = logits.clone().requires_grad_()
+        function(z.flatten(0, 1), labels.flatten()).backward()
+        return z.grad
+
+    case = of_logits(gradient(loss), gradient(F.cross_entropy), logits, labels)
+    found = loss_rules.another_loss(case)
+    assert (found is None) == (said is None) and (found is None or said in found.evidence), found
+
+
+@pytest.mark.parametrize(
+    "angles, said",
+    [
+        (lambda p, f: p * f.bfloat16().float(), "has frequencies that are rounded to bfloat16"),
+        (lambda p, f: 0.25 * p * f, "has 0.25 times the right angles"),
+        (lambda p, f: p * f.double() ** 0.5, "has the angles of a theta of 100, not 10000"),
+        (lambda p, f: p * f + 0.1, None),
+        (lambda p, f: p**1.1 * f, None),
+    ],
+)
+@pytest.mark.parametrize("function", [torch.cos, torch.sin])
+def test_rotary_angles(angles, said, function):
+    frequencies = (10000.0 ** (-torch.arange(0, 16, 2) / 16)).repeat(2)
+    positions = torch.arange(32.0)[:, None]
+    own, right = (function(of(positions, frequencies).double())[None] for of in (angles, lambda p, f: p * f))
+    case = SimpleNamespace(
+        first="forward/rotary",
+        path="rotary",
+        own=lambda name: own,
+        right=lambda name: right,
+        explains=lambda name, value: float((own - value).norm()) <= 1e-4 * float((own - right).norm()),
+        dump=SimpleNamespace(
+            layout=SimpleNamespace(sources={"rotary": ()}), run={"architecture": {"rope_theta": 10000.0}}
+        ),
+    )
+    found = forward.rotary_frequencies(case)
+    assert (found is None) == (said is None) and (found is None or said in found.evidence), found
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (F.gelu, "is gelu of its input"),
+        (lambda x: F.gelu(x, approximate="tanh"), "is the tanh approximation of gelu of its input"),
+        (lambda x: 1.01 * F.silu(x), None),
+    ],
+)
+def test_another_activation(function, said):
+    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)).double()
+    tensors = {"forward/act": function(x), "forward/gate": x}
+    case = SimpleNamespace(
+        first="forward/act",
+        path="act",
+        own=lambda name: tensors[name],
+        right=lambda name: F.silu(x),
+        has=lambda name: name in tensors,
+        source=lambda name: "gate",
+        explains=lambda name, value: float((function(x) - value).norm()) <= 1e-9,
+        rows={"forward/act": SimpleNamespace(tolerated_largest=1e-9, tolerated=1e-9)},
+    )
+    found = forward.another_activation(case)
+    assert (found is None) == (said is None) and (found is None or said in found.evidence), found

@@ -12,8 +12,8 @@ from families import architecture, built
 from ranks import ROOT, run_ranks
 from small_inputs import batches
 
-from lockstep.diagnosis.backward import counted_otherwise
 from lockstep.diagnosis.forward import documents_together
+from lockstep.diagnosis.loss import counted_otherwise
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
 from lockstep.ground.errors import UserError

@@ -1,0 +1,84 @@
+"""Rules of context parallelism: what shows that each rank along cp computed with its own positions alone."""
+
+import torch
+
+from lockstep.diagnosis import recompute
+from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.diagnosis.gradients import some_known
+from lockstep.diagnosis.odd import numbered, places_of, samples_and_positions, wrong_elements
+from lockstep.verdict.result import Cause
+
+
+def mask_of_own_positions(case: Case) -> Cause | None:
+    """With context parallelism, the causal mask counts the positions of each rank alone: its first one sees the first key only."""
+    attention = case.path.rpartition(".o_proj.input")[0]
+    values = f"forward/{attention}.v_proj"
+    first_of_ranks = [pieces[0][0] for pieces in case.pieces("cp") if pieces[0][0]]
+    if not attention or not first_of_ranks or not case.has(values) or case.is_wrong(values):
+        return None
+    own, right, values_of_heads = (
+        tensor.unflatten(-1, (-1, case.head_size))
+        for tensor in (case.own(case.first), case.right(case.first), case.own(values))
+    )
+    values_of_heads = values_of_heads.repeat_interleave(own.shape[2] // values_of_heads.shape[2], 2)
+    for place in first_of_ranks:
+        error = float((own - right)[:, place].norm())
+        left = float((own[:, place] - values_of_heads[:, 0]).norm())
+        if not left <= min(LEFT * error, case.rows[case.first].tolerated):
+            return None
+    return Cause(
+        "context parallelism",
+        f"at {numbered('position', first_of_ranks)}, the first of {'a cp rank' if len(first_of_ranks) == 1 else 'their cp ranks'}, "
+        "attention is the value at position 0, as recomputed: the mask counts the positions of each rank from 0",
+    )
+
+
+def own_queries_only(case: Case) -> Cause | None:
+    """With context parallelism, the gradient is wrong at the positions that queries of other ranks see, and at no others."""
+    owner = {
+        place: rank
+        for rank, pieces in enumerate(case.pieces("cp"))
+        for start, length in pieces
+        for place in range(start, start + length)
+    }
+    dims = [dim for word, dim in samples_and_positions(case) if word == "position"]
+    if not owner or not dims or not case.names.is_on_heads(case.first):
+        return None
+    own, right = case.own(case.first), case.right(case.first)
+    wrong = set(places_of(wrong_elements(case, own, right), dims[0]))
+    last = max(owner)
+    seen = {place for place in owner if any(owner[later] != owner[place] for later in range(place, last + 1))}
+    # Positions of whole ranks would say less: any error of these ranks alone is at these positions.
+    of_ranks = {owner[place] for place in wrong}
+    if wrong != seen or wrong == {place for place in owner if owner[place] in of_ranks}:
+        return None
+    return Cause(
+        "cp reduction missing",
+        f"the gradient of {describe(case.path)} is wrong at {numbered('position', sorted(wrong))}, which queries of other "
+        "cp ranks see, and right at the others: what comes back from these queries is lost",
+    )
+
+
+def one_cp_rank_only(case: Case) -> Cause | None:
+    """Each part of the gradients comes from the positions of one cp rank alone, as they are or cp times."""
+    cp = case.mesh.cp
+    known = some_known(case, by_cp_rank=True) if case.pieces("cp") and not case.wrong("backward") else []
+    for times in (1, cp):
+
+        def terms(contributions: torch.Tensor, times: int = times) -> torch.Tensor:
+            return times * contributions.unflatten(0, (-1, cp)).sum(0)
+
+        found = [(one.parameter, *recompute.nearest_terms(one, terms)) for one in known]
+        if found and all(case.leaves_little(f"gradient/{name}", left) for name, _, left in found):
+            shown = "; ".join(f"{name}: cp rank {' or '.join(map(str, ranks))}'s" for name, ranks, _ in found)
+            return Cause(
+                "cp reduction missing",
+                f"each part of these gradients is {f'{cp} = cp times ' * (times > 1)}what one cp rank's positions contribute, "
+                f"without the others', as recomputed ({shown})",
+            )
+    return None
+
+
+FORWARD_RULES = (mask_of_own_positions,)
+BACKWARD_RULES = (own_queries_only,)
+GRADIENT_RULES = (one_cp_rank_only,)

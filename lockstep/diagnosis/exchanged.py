@@ -1,0 +1,115 @@
+"""Rules for values that are right and in another place."""
+
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.diagnosis import evidence
+from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.diagnosis.odd import FEW, heads_of, numbered, places_of, samples_and_positions, wrong_elements
+from lockstep.ground.words import listed
+from lockstep.verdict.judgement import Judgement
+from lockstep.verdict.result import Cause
+
+ROWS = 1024  # of a matrix, at most, that are held against each other
+# What lies along a dim -> (the axis that cuts it, or sends it on in parts; what the cause is where there is this axis)
+AXES = {
+    "sample": ("pp", "pipeline"),
+    "position": ("cp", "context parallelism"),
+    "head": ("cp", "context parallelism"),
+}
+
+
+def outputs_exchanged(case: Case) -> Cause | None:
+    """At least half of the wrong samples, positions or heads have the values of others."""
+    own, right, dims = case.own(case.first), case.right(case.first), samples_and_positions(case)
+    heads = heads_of(case, own)
+    if heads:
+        own, right = (tensor.unflatten(-1, (heads, -1)) for tensor in (own, right))
+        dims.append(("head", own.ndim - 2))
+    wrong = wrong_elements(case, own, right)
+    for word, dim in dims:
+        places = places_of(wrong, dim)
+        moved = _moved(case, own, right, places, dim)
+        if places and len(moved) >= len(places) / 2:
+            axis, name = AXES[word]
+            spans = _spans(word, moved)
+            said = ", ".join(spans[:FEW]) + ", and so on" * (len(spans) > FEW)
+            left = len(places) - len(moved)
+            rest = (
+                f"{left} more {'are' if left > 1 else 'is'} wrong in another way"
+                if left
+                else "all else is right"
+            )
+            name = name if case.mesh.size(axis) > 1 else "pieces exchanged"
+            return Cause(name, f"in {describe(case.path)}, {said}; {rest}")
+    return None
+
+
+def _moved(case: Case, own: torch.Tensor, right: torch.Tensor, places: list[int], dim: int) -> dict[int, int]:
+    """Return wrong place along a dim -> the place whose values it has, as exactly as a right tensor matches the reference."""
+    of_places, right_of_places = (tensor.movedim(dim, 0).flatten(1) for tensor in (own, right))
+    nearest = torch.cdist(of_places[places], right_of_places).argmin(1).tolist()
+    moved = {}
+    for place, source in zip(places, nearest, strict=True):
+        left, error = ((of_places[place] - right_of_places[other]).norm() for other in (source, place))
+        if float(left) <= min(LEFT * float(error), case.rows[case.first].tolerated):
+            moved[place] = source
+    return moved
+
+
+def _spans(word: str, moved: dict[int, int]) -> list[str]:
+    """Return which places have the values of which others, such as "positions 4 to 7 have the values of positions 0 to 3"."""
+    spans: list[list[int]] = []  # [first place, the place whose values it has, length]
+    for place, source in moved.items():
+        first, its_source, length = spans[-1] if spans else (place, source, 0)
+        if spans and (place, source) == (first + length, its_source + length):
+            spans[-1][2] += 1
+        else:
+            spans.append([place, source, 1])
+    return [
+        f"{numbered(word, range(place, place + length))} {'has' if length == 1 else 'have'} "
+        f"the values of {numbered(word, range(source, source + length))}"
+        for place, source, length in spans
+    ]
+
+
+def tensors_exchanged(case: Case) -> Cause | None:
+    """Each wrong gradient, moment or parameter has its parts or rows in another order, is transposed, or is that of another parameter."""
+    shown = []
+    for row in case.wrong(case.first.partition("/")[0]):
+        words = next(_ways(case, row), "")
+        if not words:
+            return None
+        shown.append(f"{row.path} {words}")
+    return Cause("pieces exchanged", f"right, but in another place: {listed(shown)}") if shown else None
+
+
+def _ways(case: Case, row: Judgement) -> Iterator[str]:
+    """Yield in what other place a wrong tensor is right, in words."""
+    own, right = case.own(row.name), case.right(row.name)
+    if own.ndim and len(own):
+        for size in {case.mesh.size(axis) for axis in case.mesh.axes}:
+            if len(own) % size == 0:
+                order = _order(case, row, own.reshape(size, -1), right.reshape(size, -1))
+                if order:
+                    yield f"has the parts {', '.join(map(str, order))} of {size}"
+        if own.ndim == 2 and len(own) <= ROWS:
+            order = _order(case, row, own, right)
+            moved = [place for place, source in enumerate(order) if place != source]
+            if order:
+                yield f"has {len(moved)} rows in other places, the first of them row {moved[0]}"
+        if own.ndim == 2 and own.shape[0] == own.shape[1] and case.explains(row.name, right.T):
+            yield "is transposed"
+    kind, shapes = row.kind, case.dump.layout.parameters
+    for other in shapes:
+        has_shape = other != row.path and shapes[other] == shapes[row.path] and f"{kind}/{other}" in case.rows
+        if has_shape and case.explains(row.name, case.right(f"{kind}/{other}")):
+            yield f"is that of {other}"
+
+
+def _order(case: Case, row: Judgement, parts: torch.Tensor, right_parts: torch.Tensor) -> list[int]:
+    """Return the order in which a tensor has the right parts; [] if that does not explain it."""
+    order = evidence.order_of_rows(parts, right_parts)
+    value = right_parts[order].reshape(case.own(row.name).shape) if order else None
+    return order if value is not None and case.explains(row.name, value) else []

@@ -1,0 +1,243 @@
+"""Rules for a wrong loss, or a wrong gradient of the logits. The logits are right."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.diagnosis import evidence
+from lockstep.diagnosis.backward import lost
+from lockstep.diagnosis.case import LEFT, Case
+from lockstep.diagnosis.gradients import cause_of_weights
+from lockstep.diagnosis.odd import FEW
+from lockstep.inputs.samples import IGNORED
+from lockstep.verdict.result import Cause
+
+
+def reported_loss(case: Case) -> Cause | None:
+    """All that the step computes is right; only the reported loss is wrong."""
+    if not case.first.startswith("loss of"):
+        return None
+    losses = case.losses()
+    reported = [loss for loss, _, _ in losses]
+    if len(set(reported)) == 1 and len(reported) > 1:
+        return Cause("reported loss", "every tensor is right, but all DP ranks report the same loss")
+    # In autocast the noise of the gradients hides another loss function. Only a known number shows that what is wrong is the report.
+    factors = {loss / reference for loss, reference, _ in losses if reference}
+    names = set.intersection(*(set(case.names_of(factor)) for factor in factors)) if factors else set()
+    if case.options["precision"] == "fp32":
+        return Cause(
+            "reported loss",
+            f"every tensor is right, but {case.first} is off by {max(_gaps(case), key=abs):.3g}",
+        )
+    if names:
+        words = case.in_words(next(iter(factors)))
+        return Cause(
+            "reported loss", f"every tensor is right, but {case.first} is {words} times the reference's"
+        )
+    return None
+
+
+def _gaps(case: Case) -> list[float]:
+    """Return by how much the loss of each DP rank is above the reference's."""
+    return [loss - reference for loss, reference, _ in case.losses()]
+
+
+def partition_function(case: Case) -> Cause | None:
+    """The sum of exponentials is tp times too large, as both the loss and the gradient of the logits show."""
+    tp = case.mesh.tp
+    gaps = _gaps(case)
+    tolerated = max(1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step))
+    if (
+        case.first != case.names.logits_gradient
+        or tp == 1
+        or not all(abs(gap - math.log(tp)) <= tolerated for gap in gaps)
+    ):
+        return None
+    logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
+    has_label = (labels != IGNORED)[..., None]
+    value = logits.softmax(-1) / tp
+    value.scatter_add_(-1, labels[..., None].clamp(min=0), torch.full_like(logits[..., :1], -1.0))
+    value *= has_label / has_label.sum()
+    if not case.explains(case.first, value):
+        return None
+    return Cause(
+        "loss on vocabulary shards",
+        f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
+        "exponentials that is tp times too large",
+    )
+
+
+def counted_otherwise(case: Case) -> Cause | None:
+    """The sum of losses is divided by wrong numbers of labels.
+
+    Each group of ranks or micro batches divides by the number of its own labels, or all divide by one wrong number.
+    """
+    if case.first != case.names.logits_gradient or not case.has("batch/labels"):
+        return None
+    has_label = case.own("batch/labels") != IGNORED
+    if bool(has_label.all()):
+        return None
+    total, what = int(has_label.sum()), "the gradient of the logits is"
+    weights_by_sentence = {
+        f"{what} {total / divisor:.4g} times what it should be: the sum is divided by {divisor}, which is {words}, not by the {total} labels": torch.tensor(
+            total / divisor, dtype=torch.float64
+        )
+        for divisor, words in (
+            (has_label.numel(), "the number of all tokens"),
+            (total + len(has_label), "one more for each sequence"),
+        )
+    }
+    for words, group in _groups(case, has_label):
+        counts = group.flatten().bincount(has_label.flatten().double())
+        shown = ", ".join(f"{count:.0f}" for count in counts.tolist())
+        sentence = f"{what} that of a mean over {words} of means over their own labels ({shown}), not of the mean over all {total} labels"
+        weights_by_sentence[sentence] = total / (len(counts) * counts.clamp(min=1))[group][..., None]
+    reference, own = case.reference(case.first), case.own(case.first)
+    candidates = sorted(
+        (float((own - weights * reference).norm()), sentence)
+        for sentence, weights in weights_by_sentence.items()
+        if case.explains(case.first, weights * reference)
+    )
+    if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
+        return None
+    return Cause("label count", candidates[0][1])
+
+
+def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the ways to group positions by DP rank, micro batch and cp rank: each group may have counted its own labels.
+
+    A way is (the groups in words, the number of the group of every position). `labels` has the batch's shape.
+    """
+    row = torch.arange(len(labels))[:, None].expand(labels.shape)
+    rows_of_rank = len(labels) // case.mesh.num_sample_shares
+    indices = {
+        "DP ranks": row // rows_of_rank,
+        "micro batches": row % rows_of_rank // (rows_of_rank // case.micro_batches),
+        "cp ranks": torch.zeros_like(row),
+    }
+    for rank, pieces in enumerate(case.pieces("cp")):
+        for start, length in pieces:
+            indices["cp ranks"][:, start : start + length] = rank
+    sizes = {name: int(index.max()) + 1 for name, index in indices.items()}
+    names = [name for name, size in sizes.items() if size > 1]
+    for chosen in (subset for size in range(1, 4) for subset in itertools.combinations(names, size)):
+        group = torch.zeros_like(row)
+        for name in chosen:
+            group = group * sizes[name] + indices[name]
+        yield " and ".join(f"{sizes[name]} {name}" for name in chosen), group
+
+
+def labels_of_a_shard(case: Case) -> Cause | None:
+    """The gradient of the logits is wrong exactly for the tokens whose labels lie in some shards of the vocabulary."""
+    if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.first):
+        return None
+    own, reference = case.own(case.first), case.reference(case.first)
+    labels = case.own("batch/labels").long().flatten()
+    error = (own - reference).flatten(0, -2).norm(dim=1)
+    is_wrong = error > LEFT * float(error.max())
+    shard_size = -(-own.shape[-1] // case.mesh.tp)
+    shards = labels // shard_size  # as torch.chunk cuts
+    wrong, right = set(shards[is_wrong].tolist()), set(shards[~is_wrong].tolist())
+    few = min(int(is_wrong.sum()), int((~is_wrong).sum()))
+    if wrong & right or few < 8:
+        return None
+    return Cause(
+        "loss on vocabulary shards",
+        "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
+        f"{', '.join(map(str, sorted(wrong)))}, and for no others",
+    )
+
+
+def weights_of_samples(case: Case) -> Cause | None:
+    """The gradient of the logits is right except for one factor per DP rank and micro batch."""
+    if case.first != case.names.logits_gradient:
+        return None
+    dp, micro = case.mesh.num_sample_shares, case.micro_batches
+    own, reference = (
+        tensor.chunk(dp * micro) for tensor in (case.own(case.first), case.reference(case.first))
+    )
+    factors = torch.tensor(
+        [evidence.multiple_of(a, b) for a, b in zip(own, reference, strict=True)], dtype=torch.float64
+    )
+    if not case.explains(
+        case.first, torch.cat([factor * b for factor, b in zip(factors, reference, strict=True)])
+    ):
+        return None
+    return cause_of_weights(case, factors.view(dp, micro), "the gradient of the logits")
+
+
+def weights_of_tokens(case: Case) -> Cause | None:
+    """The gradient of the logits is right except for the weights of tokens, of which there are few different ones."""
+    if case.first != case.names.logits_gradient:
+        return None
+    own, right = case.own(case.first), case.right(case.first)
+    square = right.square().sum(-1)
+    weights = torch.where(square > 0, (own * right).sum(-1) / square, 1.0)
+    if not case.explains(case.first, weights[..., None] * right):
+        return None
+    groups: list[list[float]] = []
+    for weight in weights.flatten().sort().values.tolist():
+        if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * max(1.0, abs(weight)):
+            groups.append([])
+        groups[-1].append(weight)
+    if not 1 < len(groups) <= FEW + 1:
+        return None
+    means = [sum(group) / len(group) for group in groups]
+    shown = [
+        f"{len(group)} token{'s' * (len(group) > 1)} {mean:.4g} times"
+        for group, mean in zip(groups, means, strict=True)
+    ]
+    return Cause("token weights", f"in the gradient of the logits, {', '.join(shown)} (1 is right)")
+
+
+def another_loss(case: Case) -> Cause | None:
+    """The gradient of the logits is that of a cross entropy with label smoothing, a z-loss, a temperature, or of rounded logits."""
+    if case.first != case.names.logits_gradient or not case.has(case.names.logits, "batch/labels"):
+        return None
+    logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
+    has_label = (labels != IGNORED)[..., None]
+    label = torch.zeros_like(logits).scatter_(-1, labels.clamp(min=0)[..., None], 1.0)
+
+    def mean(of_tokens: torch.Tensor) -> torch.Tensor:
+        return of_tokens * has_label / has_label.sum()
+
+    right, error = case.right(case.first), case.own(case.first) - case.right(case.first)
+    what = "the gradient of the logits is that of a cross entropy"
+    for words, times, direction in (
+        ("label smoothing of", 1, mean(label - 1 / logits.shape[-1])),
+        ("a z-loss of", 2, mean(logits.logsumexp(-1, keepdim=True) * logits.softmax(-1))),
+    ):
+        factor = evidence.multiple_of(error, direction)
+        if case.explains(case.first, right + factor * direction):
+            return Cause("loss function", f"{what} with {words} {factor / times:.3g}")
+    if case.options["precision"] == "fp32":
+        for dtype in (torch.bfloat16, torch.float16):
+            if case.explains(case.first, mean(logits.to(dtype).double().softmax(-1) - label)):
+                words = str(dtype).removeprefix("torch.")
+                return Cause("precision", f"{what} of logits that are rounded to {words}, in a float32 run")
+    # Of one token, the logarithms of the gradient at all but its label are the logits over the temperature, and a constant.
+    token = int((has_label[..., 0].flatten() & (right.flatten(0, -2).abs().sum(-1) > 0)).nonzero()[0, 0])
+    others = label.flatten(0, -2)[token] == 0
+    own, z = (tensor.flatten(0, -2)[token][others] for tensor in (case.own(case.first), logits))
+    if bool((own > 0).all()):
+        z, logarithm = z - z.mean(), own.log() - own.log().mean()
+        inverse = evidence.multiple_of(logarithm, z)
+        if case.explains(case.first, inverse * mean((inverse * logits).softmax(-1) - label)):
+            return Cause(
+                "loss function", f"{what} of logits that are divided by a temperature of {1 / inverse:.4g}"
+            )
+    return None
+
+
+LOSS_RULES = (
+    reported_loss,
+    partition_function,
+    counted_otherwise,
+    weights_of_samples,
+    labels_of_a_shard,
+    lost,
+    weights_of_tokens,
+    another_loss,
+)
