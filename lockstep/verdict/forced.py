@@ -177,7 +177,8 @@ def _judge_step(
     modules = Modules(verdict, factors, scaled=False, whose="DP rank")
     labels = dump.tensor(step, "batch/labels")
     num_labels = int((labels != IGNORED).sum()) if dump.samples.counted else None
-    share = 1.0 if num_labels else 1 / (config["gradient_accumulation_steps"] * config["dp_size"])
+    _, per_rank = _sizes(dump)
+    share = 1.0 if num_labels else 1 / (per_rank * config["dp_size"])
     for micro_batch in _micro_batches(dump, step):
         reference_result, yardstick_result = (
             forced.compute(micro_batch, share, num_labels) for forced in (reference_pass, yardstick_pass)
@@ -212,10 +213,19 @@ def _zeros(reference: Dump, step: int, trained: list[str], precision: str) -> se
     )
 
 
+def _sizes(dump: Dump) -> tuple[int, int]:
+    """Return (samples in a micro batch, micro batches of a DP rank). Those of a pipeline are its schedule's.
+
+    Each rounds its part of a gradient, and the parts may all but cancel.
+    """
+    config, parts = dump.run["config"], dump.contract.get("cuts", {}).get("pp", {}).get("microbatches", 1)
+    return config["batch_size"] // parts, config["gradient_accumulation_steps"] * parts
+
+
 def _micro_batches(dump: Dump, step: int) -> Iterator[MicroBatch]:
     """Yield the micro batches of a step, read from the dump one after the other."""
     layout, config = dump.layout, dump.run["config"]
-    batch_size, per_rank = config["batch_size"], config["gradient_accumulation_steps"]
+    batch_size, per_rank = _sizes(dump)
     with safe_open(step_path(dump.folder, step), framework="pt") as file:
         for number in range(per_rank * config["dp_size"]):
             rows = slice(number * batch_size, (number + 1) * batch_size)
