@@ -1,4 +1,4 @@
-"""A loop of DeepSpeed's engine: ZeRO 0 to 3, with the optimizer offloaded, and with AutoTP.
+"""A loop of DeepSpeed's engine: ZeRO 0 to 3, with the optimizer offloaded, with AutoTP, and in fp16.
 
 torchrun --nproc_per_node 2 -m lockstep.record --output runs/deepspeed examples/record/deepspeed_loop.py --stage 3
 python -m lockstep.judge runs/deepspeed
@@ -25,6 +25,7 @@ def main():
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--max_norm", type=float, default=0.5)
+    parser.add_argument("--fp16", action="store_true")
     options = parser.parse_args()
     deepspeed.init_distributed("gloo")
     zero = {"stage": options.stage}
@@ -39,6 +40,8 @@ def main():
         "zero_force_ds_cpu_optimizer": False,
         "tensor_parallel": {"autotp_size": options.tp},
     }
+    if options.fp16:
+        config["fp16"] = {"enabled": True, "loss_scale": 128}
     net = model().train()
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     shares = torch.distributed.get_world_size() // options.tp

@@ -49,7 +49,7 @@ def branch_lost(case: Case) -> Cause | None:
         module: torch.stack(terms).sum(0)
         for module, terms in recompute.backward_shares(case, case.path).items()
     }
-    for number in range(1, len(whole)):
+    for number in {1, len(whole) - 1} if len(whole) > 1 else ():
         for missing in itertools.combinations(whole, number):
             value = torch.stack([term for module, term in whole.items() if module not in missing]).sum(0)
             if case.explains(case.first, value):
@@ -60,9 +60,20 @@ def branch_lost(case: Case) -> Cause | None:
     return None
 
 
+def _are_micro_batches(case: Case, is_zero: torch.Tensor) -> bool:
+    """Whether the samples that are zero are whole micro batches, of a pipeline's schedule if there is one."""
+    parts = case.dump.contract.get("cuts", {}).get("pp", {}).get("microbatches", 1)
+    by_micro_batch = is_zero.unflatten(
+        0, (case.mesh.num_sample_shares * case.micro_batches * parts, -1)
+    ).flatten(1)
+    return bool((by_micro_batch.all(1) == by_micro_batch.any(1)).all())
+
+
 def lost(case: Case) -> Cause | None:
     """No gradient arrives at an output: it is zero in all wrong tokens."""
     own, right = case.own(case.first), case.right(case.first)
+    if any(dim == own.ndim - 1 for _, dim in samples_and_positions(case)):
+        return None  # the last dim is not that of features
     is_zero = (own == 0).all(-1) & right.any(-1)
     wrong = wrong_elements(case, own, right).any(-1)
     if not bool(wrong.any()) or bool((wrong & ~is_zero).any()):
@@ -73,7 +84,7 @@ def lost(case: Case) -> Cause | None:
         if len(places := places_of(is_zero, dim)) < is_zero.shape[dim]
     ]
     is_logits = case.first == case.names.logits_gradient
-    if is_logits and len(where) == 1 and where[0].startswith("sample"):
+    if is_logits and len(where) == 1 and where[0].startswith("sample") and _are_micro_batches(case, is_zero):
         return Cause("accumulation", f"the loss of {where[0]} has no gradient: that of the logits is zero")
     if is_logits and where:
         return None  # tokens without a weight

@@ -42,8 +42,11 @@ def own_queries_only(case: Case) -> Cause | None:
         for place in range(start, start + length)
     }
     dims = [dim for word, dim in samples_and_positions(case) if word == "position"]
-    if not owner or not dims or not case.names.is_on_heads(case.first):
+    attention, _, projection = case.path.rpartition(".")
+    if not owner or not dims or projection not in ("k_proj", "v_proj"):
         return None
+    if not case.has(f"backward/{attention}.q_proj") or case.is_wrong(f"backward/{attention}.q_proj"):
+        return None  # what queries of another rank send back is wrong, not lost
     own, right = case.own(case.first), case.right(case.first)
     wrong = set(places_of(wrong_elements(case, own, right), dims[0]))
     last = max(owner)
@@ -62,6 +65,9 @@ def own_queries_only(case: Case) -> Cause | None:
 def one_cp_rank_only(case: Case) -> Cause | None:
     """Each part of the gradients comes from the positions of one cp rank alone, as they are or cp times."""
     cp = case.mesh.cp
+    rows = [row for row in case.wrong("gradient") if case.factor([row]) is not None]
+    if rows:
+        return None  # of an embedding, one rank's part may be all of it: a factor says less
     known = some_known(case, by_cp_rank=True) if case.pieces("cp") and not case.wrong("backward") else []
     for times in (1, cp):
 

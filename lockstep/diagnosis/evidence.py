@@ -18,6 +18,11 @@ def multiple_of(own: torch.Tensor, base: torch.Tensor) -> float:
     return along / square if 0 < square < math.inf and math.isfinite(along) else math.nan
 
 
+def are_equal(tensor: torch.Tensor) -> bool:
+    """Whether all elements are the same number."""
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
 def are_one_factor(weights: torch.Tensor) -> bool:
     """Whether all weights are the same, as exactly as factors are measured."""
     return float((weights - weights.mean()).abs().max()) <= SAME_FACTOR

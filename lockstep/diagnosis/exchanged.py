@@ -6,11 +6,20 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, Case, describe
-from lockstep.diagnosis.odd import FEW, heads_of, numbered, places_of, samples_and_positions, wrong_elements
+from lockstep.diagnosis.odd import (
+    FEW,
+    MANY,
+    heads_of,
+    numbered,
+    places_of,
+    samples_and_positions,
+    wrong_elements,
+)
 from lockstep.ground.words import listed
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
+FEATURES = 16  # of a place, at least
 ROWS = 1024  # of a matrix, at most, that are held against each other
 # What lies along a dim -> (the axis that cuts it, or sends it on in parts; what the cause is where there is this axis)
 AXES = {
@@ -22,6 +31,8 @@ AXES = {
 
 def outputs_exchanged(case: Case) -> Cause | None:
     """At least half of the wrong samples, positions or heads have the values of others."""
+    if case.own(case.first).numel() > MANY:
+        return None
     own, right, dims = case.own(case.first), case.right(case.first), samples_and_positions(case)
     heads = heads_of(case, own)
     if heads:
@@ -30,6 +41,8 @@ def outputs_exchanged(case: Case) -> Cause | None:
     wrong = wrong_elements(case, own, right)
     for word, dim in dims:
         places = places_of(wrong, dim)
+        if own.numel() < FEATURES * own.shape[dim]:
+            continue  # so few numbers are like others by chance
         moved = _moved(case, own, right, places, dim)
         if places and len(moved) >= len(places) / 2:
             axis, name = AXES[word]
@@ -41,7 +54,9 @@ def outputs_exchanged(case: Case) -> Cause | None:
                 if left
                 else "all else is right"
             )
-            name = name if case.mesh.size(axis) > 1 else "pieces exchanged"
+            # Tensor parallelism moves positions and heads as well.
+            is_of_axis = case.mesh.size(axis) > 1 and case.mesh.tp == 1
+            name = name if is_of_axis else "pieces exchanged"
             return Cause(name, f"in {describe(case.path)}, {said}; {rest}")
     return None
 
@@ -52,8 +67,9 @@ def _moved(case: Case, own: torch.Tensor, right: torch.Tensor, places: list[int]
     nearest = torch.cdist(of_places[places], right_of_places).argmin(1).tolist()
     moved = {}
     for place, source in zip(places, nearest, strict=True):
-        left, error = ((of_places[place] - right_of_places[other]).norm() for other in (source, place))
-        if float(left) <= min(LEFT * float(error), case.rows[case.first].tolerated):
+        left, error = (float((of_places[place] - right_of_places[other]).norm()) for other in (source, place))
+        is_zero = float(right_of_places[source].norm()) <= LEFT * error
+        if not is_zero and left <= min(LEFT * error, case.rows[case.first].tolerated):
             moved[place] = source
     return moved
 
@@ -103,8 +119,14 @@ def _ways(case: Case, row: Judgement) -> Iterator[str]:
             yield "is transposed"
     kind, shapes = row.kind, case.dump.layout.parameters
     for other in shapes:
-        has_shape = other != row.path and shapes[other] == shapes[row.path] and f"{kind}/{other}" in case.rows
-        if has_shape and case.explains(row.name, case.right(f"{kind}/{other}")):
+        has_shape = other != row.path and shapes[other] == shapes[row.path]
+        # Numbers that are nearly zero are like any others.
+        is_judged = has_shape and f"{kind}/{other}" in case.rows and case.rows[f"{kind}/{other}"].judged
+        if (
+            is_judged
+            and float(own.norm()) > row.tolerated
+            and case.explains(row.name, case.right(f"{kind}/{other}"))
+        ):
             yield f"is that of {other}"
 
 

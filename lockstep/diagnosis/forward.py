@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, MOMENTS, Case, describe
-from lockstep.diagnosis.odd import places_of, wrong_elements
+from lockstep.diagnosis.odd import MANY, places_of, wrong_elements
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
+SHOWN = 0.01  # radians, at least, of an angle whose cosine shows it
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "silu": functional.silu,
@@ -188,6 +189,8 @@ def rounded_operands(case: Case) -> Cause | None:
     if case.options["precision"] != "fp32" or not case.is_linear(module) or not case.has(f"forward/{source}"):
         return None
     assert weight is not None, "it is linear"
+    if case.own(case.first).numel() > MANY:
+        return None
     w, x = case.before(weight), case.own(f"forward/{source}")
     w = w if case.is_transposed(module) else w.T
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
@@ -212,15 +215,15 @@ def another_activation(case: Case) -> Cause | None:
     source = case.source(case.path)
     if source is None or not case.has(f"forward/{source}"):
         return None
-    x = case.own(f"forward/{source}")
-    for name, function in ACTIVATIONS.items():
-        if x.shape == case.own(case.first).shape and case.explains(
-            case.first, _in_wrong_samples(case, function(x))
-        ):
-            return Cause(
-                "activation function", f"{describe(case.path)} is {name} of its input, as recomputed"
-            )
-    return None
+    x, own = case.own(f"forward/{source}"), case.own(case.first)
+    if x.shape != own.shape:
+        return None
+    values = {name: _in_wrong_samples(case, function(x)) for name, function in ACTIVATIONS.items()}
+    left = sorted((float((own - value).norm()), name) for name, value in values.items())
+    # In 16 bits, several may explain it.
+    if left[1][0] <= evidence.NEARER * left[0][0] or not case.explains(case.first, values[left[0][1]]):
+        return None
+    return Cause("activation function", f"{describe(case.path)} is {left[0][1]} of its input, as recomputed")
 
 
 def rotary_frequencies(case: Case) -> Cause | None:
@@ -250,11 +253,11 @@ def rotary_frequencies(case: Case) -> Cause | None:
         return Cause(
             "rotary angles", f"{describe(case.path)} has {times:.4g} times the right angles, as recomputed"
         )
-    # theta^(-2 i / dim): all logarithms are one multiple
-    power = evidence.multiple_of(frequencies.log(), right_frequencies.log())
-    theta = case.dump.run["architecture"].get("rope_theta") or case.dump.run["architecture"].get(
-        "rope_parameters", {}
-    ).get("rope_theta")
+    # theta^(-2 i / dim): all logarithms are one multiple. The cosine of a small angle is 1 in float32.
+    shown = (frequencies > SHOWN) & (right_frequencies > SHOWN)
+    power = evidence.multiple_of(frequencies[shown].log(), right_frequencies[shown].log())
+    architecture = case.dump.run["architecture"]
+    theta = architecture.get("rope_theta") or (architecture.get("rope_parameters") or {}).get("rope_theta")
     if theta and case.explains(case.first, function(positions * right_frequencies**power).expand_as(own)):
         return Cause(
             "rotary angles",

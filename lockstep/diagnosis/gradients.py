@@ -132,8 +132,8 @@ def reduced_in_part(case: Case) -> Cause | None:
     )
     return Cause(
         "dp reduction missing",
-        f"each gradient has {numbered('micro batch', rest)} of all DP ranks, but {numbered('micro batch', parts)} "
-        f"of {ranks} of {case.mesh.num_sample_shares} alone, {times:g} times",
+        f"each gradient has {numbered('micro batch', rest)} from all DP ranks, but {numbered('micro batch', parts)} "
+        f"from {ranks} of the {case.mesh.num_sample_shares} only, with a weight of {times:g}",
     )
 
 
@@ -153,13 +153,15 @@ def uneven_samples(case: Case) -> Cause | None:
 
 
 def of_two_steps(case: Case) -> Cause | None:
-    """Micro batches of the step before are in every gradient, too, with the same weights on all DP ranks."""
+    """Micro batches of the step before are in every wrong gradient, too, with the same weights on all DP ranks."""
     if case.step == 1 or case.wrong("backward"):
         return None
     weights = _one_solution(_solved(case, some_known(case), case.at_step(case.step - 1)))
     if weights is None or float((weights - weights.mean(1, keepdim=True)).abs().max()) > evidence.SAME_FACTOR:
         return None
-    if float(weights[0].abs().max()) <= evidence.SAME_FACTOR and _are_equal(weights[1] - 1):
+    if float(weights[1].abs().max()) <= evidence.SAME_FACTOR:
+        return None  # nothing of the step before
+    if float(torch.stack([weights[0], weights[1] - 1]).abs().max()) <= evidence.SAME_FACTOR:
         return Cause(
             "stale gradients", f"{listed(_wrong(case))}: the gradient of the step before, as recomputed"
         )
@@ -168,7 +170,7 @@ def of_two_steps(case: Case) -> Cause | None:
     )
     return Cause(
         "accumulation",
-        f"in every gradient the micro batches have the weights {own} (1 is right), and those of the step before {before} (0 is right)",
+        f"in the gradient of {listed(_wrong(case))} the micro batches have the weights {own} (1 is right), and those of the step before {before} (0 is right)",
     )
 
 

@@ -10,7 +10,7 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis.backward import lost
 from lockstep.diagnosis.case import LEFT, Case
 from lockstep.diagnosis.gradients import cause_of_weights
-from lockstep.diagnosis.odd import FEW
+from lockstep.diagnosis.odd import FEW, MANY
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
@@ -175,10 +175,10 @@ def weights_of_tokens(case: Case) -> Cause | None:
     own, right = case.own(case.first), case.right(case.first)
     square = right.square().sum(-1)
     weights = torch.where(square > 0, (own * right).sum(-1) / square, 1.0)
-    if not case.explains(case.first, weights[..., None] * right):
+    if _is_one_factor(case) or not case.explains(case.first, weights[..., None] * right):
         return None
     groups: list[list[float]] = []
-    for weight in weights.flatten().sort().values.tolist():
+    for weight in weights[square > 0].sort().values.tolist():
         if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * max(1.0, abs(weight)):
             groups.append([])
         groups[-1].append(weight)
@@ -186,49 +186,74 @@ def weights_of_tokens(case: Case) -> Cause | None:
         return None
     means = [sum(group) / len(group) for group in groups]
     shown = [
-        f"{len(group)} token{'s' * (len(group) > 1)} {mean:.4g} times"
+        f"{len(group)} token{'s' * (len(group) > 1)} count{'s' * (len(group) == 1)} {mean:.4g} times"
         for group, mean in zip(groups, means, strict=True)
     ]
     return Cause("token weights", f"in the gradient of the logits, {', '.join(shown)} (1 is right)")
 
 
+def _is_one_factor(case: Case) -> bool:
+    """Whether the gradient of the logits is the right one times a factor. That says nothing of tokens or of the loss."""
+    own, right = case.own(case.first), case.right(case.first)
+    return case.explains(case.first, evidence.multiple_of(own, right) * right)
+
+
 def another_loss(case: Case) -> Cause | None:
-    """The gradient of the logits is that of a cross entropy with label smoothing, a z-loss, a temperature, or of rounded logits."""
+    """The gradient of the logits is that of a cross entropy with label smoothing, a z-loss or a temperature, or of rounded logits."""
     if case.first != case.names.logits_gradient or not case.has(case.names.logits, "batch/labels"):
         return None
     logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
     has_label = (labels != IGNORED)[..., None]
+    if logits.numel() > MANY or not bool(has_label.any()) or _is_one_factor(case):
+        return None
     label = torch.zeros_like(logits).scatter_(-1, labels.clamp(min=0)[..., None], 1.0)
 
     def mean(of_tokens: torch.Tensor) -> torch.Tensor:
         return of_tokens * has_label / has_label.sum()
 
-    right, error = case.right(case.first), case.own(case.first) - case.right(case.first)
-    what = "the gradient of the logits is that of a cross entropy"
-    for words, times, direction in (
-        ("label smoothing of", 1, mean(label - 1 / logits.shape[-1])),
-        ("a z-loss of", 2, mean(logits.logsumexp(-1, keepdim=True) * logits.softmax(-1))),
-    ):
-        factor = evidence.multiple_of(error, direction)
-        if case.explains(case.first, right + factor * direction):
-            return Cause("loss function", f"{what} with {words} {factor / times:.3g}")
-    if case.options["precision"] == "fp32":
-        for dtype in (torch.bfloat16, torch.float16):
-            if case.explains(case.first, mean(logits.to(dtype).double().softmax(-1) - label)):
-                words = str(dtype).removeprefix("torch.")
-                return Cause("precision", f"{what} of logits that are rounded to {words}, in a float32 run")
-    # Of one token, the logarithms of the gradient at all but its label are the logits over the temperature, and a constant.
-    token = int((has_label[..., 0].flatten() & (right.flatten(0, -2).abs().sum(-1) > 0)).nonzero()[0, 0])
+    own, right = case.own(case.first), case.right(case.first)
+    candidates: list[tuple[float, Cause]] = []
+
+    def add(name: str, words: str, value: torch.Tensor) -> None:
+        if case.explains(case.first, value):
+            sentence = f"the gradient of the logits is that of a cross entropy {words}"
+            candidates.append((float((own - value).norm()), Cause(name, sentence)))
+
+    smoothed, squared = (
+        mean(label - 1 / logits.shape[-1]),
+        mean(logits.logsumexp(-1, keepdim=True) * logits.softmax(-1)),
+    )
+    smoothing, z_loss = (evidence.multiple_of(own - right, direction) for direction in (smoothed, squared))
+    if 0 < smoothing < 1:
+        add("loss function", f"with label smoothing of {smoothing:.3g}", right + smoothing * smoothed)
+    if z_loss > 0:
+        add("loss function", f"with a z-loss of {z_loss / 2:.3g}", right + z_loss * squared)
+    for dtype in (torch.bfloat16, torch.float16) if case.options["precision"] == "fp32" else ():
+        words = f"of logits that are rounded to {str(dtype).removeprefix('torch.')}, in a float32 run"
+        add("precision", words, mean(logits.to(dtype).double().softmax(-1) - label))
+    inverse = _inverse_temperature(own, logits, label, has_label)
+    if inverse > 0:
+        words = f"of logits that are divided by a temperature of {1 / inverse:.4g}"
+        add("loss function", words, inverse * mean((inverse * logits).softmax(-1) - label))
+    candidates.sort(key=lambda pair: pair[0])
+    if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
+        return None
+    return candidates[0][1]
+
+
+def _inverse_temperature(
+    own: torch.Tensor, logits: torch.Tensor, label: torch.Tensor, has_label: torch.Tensor
+) -> float:
+    """Return 1 / temperature, by the first token with a label; NaN if there is none.
+
+    The logarithms of its gradient at all but the label are the logits over the temperature, and a constant.
+    """
+    token = int(has_label.flatten().nonzero()[0, 0])
     others = label.flatten(0, -2)[token] == 0
-    own, z = (tensor.flatten(0, -2)[token][others] for tensor in (case.own(case.first), logits))
-    if bool((own > 0).all()):
-        z, logarithm = z - z.mean(), own.log() - own.log().mean()
-        inverse = evidence.multiple_of(logarithm, z)
-        if case.explains(case.first, inverse * mean((inverse * logits).softmax(-1) - label)):
-            return Cause(
-                "loss function", f"{what} of logits that are divided by a temperature of {1 / inverse:.4g}"
-            )
-    return None
+    gradient, z = (tensor.flatten(0, -2)[token][others] for tensor in (own, logits))
+    if not bool((gradient > 0).all()):
+        return math.nan
+    return evidence.multiple_of(gradient.log() - gradient.log().mean(), z - z.mean())
 
 
 LOSS_RULES = (
@@ -238,6 +263,6 @@ LOSS_RULES = (
     weights_of_samples,
     labels_of_a_shard,
     lost,
-    weights_of_tokens,
     another_loss,
+    weights_of_tokens,
 )

@@ -323,7 +323,11 @@ def decayed_gradients(case: Case) -> Cause | None:
 
     if not _are_moments_of(case, decayed) or not _are_one(factors):
         return None
-    names = paths(case.wrong("exp_avg"))
+    rows, squares = case.wrong("exp_avg"), {row.path for row in case.wrong("exp_avg_sq")}
+    varied = [row for row in rows if not evidence.are_equal(case.before(row.path))]
+    if not {row.path for row in rows} <= squares or not varied or not have_many_values(case, varied):
+        return None
+    names = paths(rows)
     return Cause(
         "weight decay",
         f"the gradients in the moments of {names} have {factors[0]:.4g} times the weights added",
@@ -347,13 +351,13 @@ def scaled_gradients(case: Case) -> Cause | None:
     different = sorted({float(f"{factor:.4g}") for factor in factors})
     if len(different) > MOST_FACTORS:
         return None
+    if min(different) <= 0:
+        return None
     shown = " or ".join(map(str, different))
-    is_clipping = bool(case.options["max_grad_norm"])
-    expected = f", not {case.clip:.4g}, by which they must be clipped" if is_clipping else ""
-    return Cause(
-        "clipping" if is_clipping else "gradient scale",
-        f"the gradients in the moments of {paths(rows)} are {shown} times those that were recorded{expected}",
-    )
+    sentence = f"the gradients in the moments of {paths(rows)} are {shown} times those that were recorded"
+    if case.clip < 1:
+        return Cause("clipping", f"{sentence}, not {case.clip:.4g}, by which they must be clipped")
+    return Cause("gradient scale", sentence)
 
 
 def _newest(case: Case, path: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from lockstep.dumps.layout import BATCH, SEQUENCE
 from lockstep.ground.words import and_more
 from lockstep.plan.mesh import AXES, Cuts, runs
 
+MANY = 1 << 28  # elements of a tensor of which no copies are made
 FEW = 3  # elements that are shown one by one
 
 

@@ -17,6 +17,7 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case
 from lockstep.dumps.layout import SEQUENCE
 
+NOTHING = 1e-24  # the share of a squared norm that is rounding errors
 BLOCK_ROWS = 4096  # of a weight's gradient, looked at together
 
 
@@ -257,6 +258,8 @@ def sample_weights(*steps: Contributions) -> tuple[torch.Tensor, float] | None:
     if not bool(gram.isfinite().all() and projections.isfinite().all()):
         return None
     weights = torch.linalg.lstsq(gram, projections[:, None]).solution[:, 0]
+    counted = gram.diagonal() > NOTHING * gram.diagonal().max()
+    weights[~counted] = weights[counted].mean()  # a micro batch without labels has any weight
     squared_error = sum(
         float((own - (weights[:, None, None] * contributions).sum(0)).square().sum())
         for own, contributions in blocks()

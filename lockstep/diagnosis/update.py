@@ -174,7 +174,8 @@ def _of_decay(case: Case, decayed: Callable[[str], torch.Tensor]) -> Cause | Non
         factor = evidence.multiple_of(case.own(row.name) - updated, before)
         # Of weights that are all equal, a multiple is a constant. Only one as large as the configured decay shows it.
         known = case.options["weight_decay"] * case.rate
-        if bool((before == before.flatten()[0]).all()) and not math.isclose(abs(factor), known, rel_tol=LEFT):
+        is_known = math.isclose(abs(factor), known, rel_tol=LEFT)
+        if evidence.are_equal(case.before(row.path)) and not is_known:
             return None
         if not math.isfinite(factor) or not case.explains(row.name, updated + factor * before):
             return None
@@ -229,8 +230,8 @@ def another_beginning(case: Case) -> Cause | None:
         return None
     return Cause(
         "weight average",
-        f"the average of {paths(rows)} is wrong in step 1 alone, and later steps move it as they should: it did not begin "
-        "with the weights before step 1",
+        f"the average of {paths(rows)} is wrong in step 1 alone, and later steps move it as they should: it began with "
+        "other weights, or was overwritten once",
     )
 
 

@@ -126,7 +126,7 @@ def loss_divided_by_cp_twice(run: Planting) -> Plant:
 @cp_fault(
     seen_in="PrimeIntellect-ai/prime-rl 1960",
     cause="token weights",
-    evidence="in the gradient of the logits, 32 tokens 0 times, 64 tokens 1 times, 32 tokens 2 times (1 is right)",
+    evidence="in the gradient of the logits, 32 tokens count 0 times, 64 tokens count 1 times, 32 tokens count 2 times (1 is right)",
     first="backward/lm_head",
 )
 def ranks_averaged_whatever_their_tokens(run: Planting) -> Plant:

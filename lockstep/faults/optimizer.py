@@ -227,7 +227,7 @@ def average_never_updated(run: Planting) -> Plant:
 
 @average_fault(
     seen_in="BangLiu/QANet-PyTorch 4",
-    evidence="the average of ... is wrong in step 1 alone, and later steps move it as they should: it did not begin with the weights before step 1",
+    evidence="the average of ... is wrong in step 1 alone, and later steps move it as they should: it began with other weights, or was overwritten once",
 )
 def average_of_earlier_weights(run: Planting) -> Plant:
     """The average is created before the model gets its initial weights, so it begins with those of another seed."""

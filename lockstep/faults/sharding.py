@@ -58,7 +58,7 @@ def replicas_not_reduced(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 125484",
     bug_class="DP reduction missing",
     cause="dp reduction missing",
-    evidence="each gradient has micro batch 2 of all DP ranks, but micro batches 0 to 1 of 2 of 4 alone, 2 times",
+    evidence="each gradient has micro batch 2 from all DP ranks, but micro batches 0 to 1 from 2 of the 4 only, with a weight of 2",
     first="gradient/model.norm.weight",
     arguments=("--gradient_accumulation_steps", "3"),
     flags=(*REPLICAS, "--gradient_sync", "scatter"),

@@ -108,10 +108,12 @@ def _see_gradients(recorder: Updates, engine: Any) -> None:
     for micro_batch in recorder.micro:
         micro_batch["param_dtype"] = param_dtype
     dtype = _dtype_of_copies(engine.optimizer)
+    # The engine takes the scale of fp16 off while it steps. Optimizers for other dtypes have none.
+    scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
     for name, parameter in parameters.items():
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            recorder.kept.keep_shard(f"gradient/{name}", gradient.to(dtype))
+            recorder.kept.keep_shard(f"gradient/{name}", gradient.to(dtype) / scale)
     # The tensors of this description are flat pieces, so they are left out.
     description, _ = described(engine.optimizer.optimizer, recorder.model, 0)
     if not _is_linked(recorder):

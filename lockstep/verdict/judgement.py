@@ -344,14 +344,15 @@ def own_update_tolerance(
 
     It is compared with the same step in float64 from the run's own gradients and state. How its rounding errors grow is not known, so the
     yardstick is DDP, or `of_run`, the errors of the run's step once more in its dtype, if these are larger: an element whose gradient all
-    but cancels against its weight decay may do so in this run alone. Either may be at most `limit` times the change.
+    but cancels against its weight decay may do so in this run alone. DDP's own error may be at most `limit` times the change, and `of_run`
+    may not raise the tolerance beyond that.
     """
     floor = distance.size.plus(distance.shown).times(UPDATE["exp_avg_sq"] * roundoff)
     most = Size(limit.norm * distance.change, limit.largest * distance.largest_change)
     if distance is ddp:
         return most.or_more(floor)
-    yardstick = ddp.errors.or_more(Size(*map(min, of_run, most)))
-    return yardstick.times(MULTIPLE).plus(floor)
+    of_run = Size(*map(min, of_run.times(MULTIPLE), most))
+    return ddp.errors.times(MULTIPLE).or_more(of_run).plus(floor)
 
 
 def zeros_of(found: dict[str, Distance], entries: dict[str, dict], precision: str) -> set[str]:

@@ -137,7 +137,10 @@ class ReferenceStrategy:
         errors = {}
         for (name, exact), (_, rounded) in pairs:
             errors[f"parameter/{name}"] = size_of(rounded.double() - exact)
-            state, rounded_state = self.optimizer.state[exact], self.rounded_optimizer.state[rounded]
+            state, rounded_state = (
+                optimizer.state.get(parameter, {})  # one without state has none
+                for optimizer, parameter in ((self.optimizer, exact), (self.rounded_optimizer, rounded))
+            )
             for kind in self.state_kinds():
                 if kind in state:
                     errors[f"{kind}/{name}"] = size_of(rounded_state[kind].double() - state[kind])

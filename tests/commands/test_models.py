@@ -105,6 +105,25 @@ def test_an_optimizer_that_keeps_whole_state_of_what_is_cut(tmp_path):
     assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "mean")
 
 
+BOTH = """
+import torch
+
+
+def both(named, *, learning_rate, weight_decay):
+    matrices = [parameter for _, parameter in named if parameter.ndim > 1]
+    others = [parameter for _, parameter in named if parameter.ndim == 1]
+    return [torch.optim.Adam(matrices, lr=learning_rate), torch.optim.SGD(others, lr=learning_rate)]
+"""
+
+
+def test_an_optimizer_of_which_a_part_keeps_no_state(tmp_path):
+    (tmp_path / "both.py").write_text(BOTH)
+    arguments = ("--optimizer", f"{tmp_path}/both.py:both", "--model_name", "tiny-llama")
+    found, first = verdicts(tmp_path, "StepsTwice", *arguments)
+    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
+    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "exp_avg")
+
+
 FLAT = """
 import torch
 from torch.nn import functional as F

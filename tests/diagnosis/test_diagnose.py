@@ -396,6 +396,7 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "input of a layer that is off": (linear(lambda x, w: (x * 1.01, w)), [], ""),
     "weights added to the gradients": (moments_of(lambda name, g: g + 0.1 * before_of(name)), ["weight decay"], "have 0.1 times the weights added"),
     "other gradients in two groups": (moments_of(lambda name, g: (0.5 if name == "col.bias" else 0.25) * g), ["gradient scale"], "are 0.25 or 0.5 times those that were recorded"),
+    "no gradient in the moments": (moments_of(lambda name, g: 0 * g), [], ""),
     "each gradient another factor": (moments_of(lambda name, g: (1.5 + list(PARAMETERS).index(name)) * g), [], ""),
     "weight decay after the update": (of_every_parameter(lambda t, before: t * (1 - RATE * 0.1), ("col.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "moments in bfloat16": ({f"exp_avg/{name}": lambda t, e: t.bfloat16().double() for name in PARAMETERS}, ["precision"], "every element of 4 exp_avgs is a bfloat16 number"),
@@ -810,8 +811,11 @@ LOGITS = "backward/lm_head"
 @pytest.mark.parametrize(
     "weights, said",
     [
-        ([0, 0, 1, 1, 2, 2, 2, 2], "2 tokens 0 times, 2 tokens 1 times, 4 tokens 2 times (1 is right)"),
-        ([1, 1, 1, 1, 1, 1, 1, 0.5], "1 token 0.5 times, 7 tokens 1 times (1 is right)"),
+        (
+            [0, 0, 1, 1, 2, 2, 2, 2],
+            "2 tokens count 0 times, 2 tokens count 1 times, 4 tokens count 2 times (1 is right)",
+        ),
+        ([1, 1, 1, 1, 1, 1, 1, 0.5], "1 token counts 0.5 times, 7 tokens count 1 times (1 is right)"),
         ([2, 2, 2, 2, 2, 2, 2, 2], None),  # a factor
         ([1, 2, 3, 4, 5, 6, 7, 8], None),  # as many weights as tokens
     ],
@@ -864,6 +868,7 @@ def of_logits(own, right, logits, labels, precision="fp32"):
             "of logits that are rounded to bfloat16",
         ),
         (lambda z, y: F.cross_entropy(z.tanh(), y), None),
+        (lambda z, y: 0.9 * F.cross_entropy(z, y), None),  # a factor
         (lambda z, y: F.multi_margin_loss(z[y != -100], y[y != -100]), None),
     ],
 )

@@ -119,6 +119,8 @@ RIGHT = {
     "deepspeed zero 1": (2, "deepspeed_loop.py", "--stage 1", f"{MICRO}, clipped"),
     "deepspeed zero 2": (2, "deepspeed_loop.py", "--stage 2", f"{MICRO}, clipped"),
     "deepspeed zero 3": (2, "deepspeed_loop.py", "--stage 3", f"{MICRO}, clipped"),
+    "deepspeed fp16 zero 1": (2, "deepspeed_loop.py", "--stage 1 --fp16", f"{MICRO}, clipped"),
+    "deepspeed fp16 zero 3": (2, "deepspeed_loop.py", "--stage 3 --fp16", f"{MICRO}, clipped"),
     "deepspeed zero 3 offloaded": (2, "deepspeed_loop.py", "--stage 3 --offload", f"{MICRO}, clipped"),
     "deepspeed autotp": (2, "deepspeed_loop.py", "--stage 1 --tp 2", f"{MICRO}, clipped"),
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
@@ -241,7 +243,13 @@ WRONG = {
         },
         "1 of 26 gradients is too far from the reference, model.embed_tokens.weight",
     ),
-    # No line is changed: this is DeepSpeed's own (docs/findings.md).
+    # No line is changed: these are DeepSpeed's own (docs/findings.md).
+    "deepspeed fp16 zero 0": (
+        "deepspeed_loop.py",
+        "--stage 0 --fp16",
+        {},
+        f"times {MICRO}",
+    ),
     "deepspeed ulysses zero 1": (
         "deepspeed_ulysses.py",
         "--stage 1",

@@ -413,11 +413,9 @@ def test_an_update_whose_rounding_errors_are_not_derived():
         True,
     ]
     assert too_far(far, far, limit) and not too_far(far, far, lowered)
-    once_more, broken = Size(9e-5, 9e-5), Size(0.3, 0.3)
-    assert not too_far(size(2.5e-4, 1.0), ddp, limit, once_more) and too_far(
-        size(5e-4, 1.0), ddp, limit, once_more
-    )
-    assert not too_far(size(3.9e-4, 1.0), ddp, limit, broken) and too_far(size(5e-4, 1.0), ddp, limit, broken)
+    near, once_more, broken = size(1e-5, 1.0), Size(2e-5, 2e-5), Size(0.3, 0.3)
+    assert too_far(size(7e-5, 1.0), near, limit) and not too_far(size(7e-5, 1.0), near, limit, once_more)
+    assert not too_far(size(9e-5, 1.0), near, limit, broken) and too_far(size(2e-4, 1.0), near, limit, broken)
 
 
 def test_a_moment_that_all_but_cancels_has_the_rounding_errors_of_its_terms():
