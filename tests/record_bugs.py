@@ -784,7 +784,7 @@ class AllZero(MicroMeans):
 
 class NotFinite(MicroMeans):
     def reduce(self):
-        self.net.model.norm.weight.grad[0] = torch.inf
+        self.net.model.norm.weight.grad[0] = torch.nan
 
 
 class OtherWeights(MicroMeans):

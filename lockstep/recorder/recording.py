@@ -407,7 +407,12 @@ class Recording:
                     continue
                 block = self._tensor(rank, step, f"{name}#{number}")
                 earlier, within[key] = replicas.setdefault(key, []), place.within
-                if earlier and not torch.equal(earlier[0], block):
+                # What is not finite on all ranks alike is no difference between them.
+                if (
+                    earlier
+                    and not earlier[0].equal(block)
+                    and not earlier[0].allclose(block, 0, 0, equal_nan=True)
+                ):
                     odd_ranks.append(rank)
                 if mean or not earlier:
                     earlier.append(block)
