@@ -2886,6 +2886,27 @@ class CastsForBlocks(ReducedInBfloat16):
         return super().wrap(net)
 
 
+class PolicyOfEachModule(CastsForBlocks):
+    """The head and a block compute in float32, the rest in bfloat16. That block returns bfloat16."""
+
+    def wrap(self, net):
+        single = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
+        fully_shard(net.head, mp_policy=MixedPrecisionPolicy(**single))
+        fully_shard(net.blocks[0], mp_policy=MixedPrecisionPolicy(**single, output_dtype=torch.bfloat16))
+        for block in net.blocks[1:]:
+            fully_shard(block, mp_policy=self.policy)
+        return ReducedInBfloat16.wrap(self, net)
+
+
+class PolicyOfEachModuleRounded(PolicyOfEachModule):
+    """The gradient of what computes in float32 is rounded."""
+
+    def reduce(self):
+        for one in self.net.head.parameters():
+            own = one.grad.to_local()
+            own.copy_(own.bfloat16())
+
+
 class CastsForBlocksScaled(CastsForBlocks):
     def reduce(self):
         for one in self.net.blocks[1].parameters():

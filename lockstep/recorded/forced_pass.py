@@ -11,7 +11,7 @@ import torch
 
 from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
-from lockstep.recorded.model import dtype_of
+from lockstep.recorded.model import dtype_of, policy_of
 from lockstep.recorded.model_pass import ModelPass
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
@@ -150,12 +150,17 @@ class ForcedPass:
         """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""
         recording = self.reference.recording
         micro_batch = recording.steps[0][0].micro_batches[0]
-        dtype = micro_batch.reduce_dtype or micro_batch.param_dtype
         initial = {name: parameter.dtype for name, parameter in recording.parameters.items()}
-        return {
-            name: dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=_eps)
-            for name in observed
-        }
+        dtypes = {}
+        for name in observed:
+            policy = policy_of(name, micro_batch.policies)
+            dtype = (
+                policy.reduce or policy.param
+                if policy
+                else micro_batch.reduce_dtype or micro_batch.param_dtype
+            )
+            dtypes[name] = dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=_eps)
+        return dtypes
 
     def _measured(
         self,

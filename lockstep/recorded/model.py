@@ -24,6 +24,7 @@ from lockstep.recorder.micro_batch import JoinedMicroBatch
 from lockstep.recorder.model_outputs import outputs_of, tensors_of
 from lockstep.recorder.module_hooks import module_of
 from lockstep.recorder.module_state import state_of
+from lockstep.recorder.recorded_step import Policy
 from lockstep.recorder.recording import Recording
 from lockstep.recorder.step_tensors import generators, in_order, restore_generators
 from lockstep.verdict import draws, gpu_arithmetic, gpu_kernels
@@ -93,6 +94,7 @@ class Model(Passes):
         self.in_tf32 = tf32_of(recording, self.model)
         super().__init__(self.model)
         self.recording, self.step, self.folder = recording, step, recording.folder
+        self.policies = recording.steps[step - 1][0].micro_batches[0].policies
         self.weights = weights
         self.draw = 0
         # A CPU does not draw the random numbers of another device.
@@ -123,10 +125,16 @@ class Model(Passes):
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self.gradients.arrive, name))
-        for name, dtype in recording.steps[step - 1][0].micro_batches[0].casts.items() if not exact else ():
-            self.model.get_submodule(name).register_forward_pre_hook(
-                functools.partial(_cast, dtype_of(dtype)), with_kwargs=True
-            )
+        for name, policy in self.policies.items() if not exact else ():
+            module = self.model.get_submodule(name)
+            if policy.input:
+                module.register_forward_pre_hook(
+                    functools.partial(_cast, dtype_of(policy.input)), with_kwargs=True
+                )
+            if policy.output:
+                # Before the hooks that see what the module returns, as in the run
+                cast = functools.partial(_cast_output, dtype_of(policy.output))
+                module.register_forward_hook(cast, prepend=True)
         # Integer outputs of modules, as they were returned
         self.indices: dict[str, torch.Tensor] = {}
         self.mode = Told()
@@ -142,7 +150,7 @@ class Model(Passes):
     def _weight_of(self, name: str) -> torch.Tensor:
         """Return a weight as the model has it: in the dtype that it computes in, perturbed if asked for, in the run's memory order."""
         weight = self.weights[name]
-        weight = weight.to(self._computed_in(weight.dtype), copy=True)
+        weight = weight.to(self._computed_in(name, weight.dtype), copy=True)
         if self.draw and self.parameters[name].requires_grad:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.draw)
             autocast = self.recording.steps[0][0].micro_batches[0].autocast
@@ -162,14 +170,15 @@ class Model(Passes):
                 for name, parameter in self.parameters.items():
                     parameter.copy_(self._weight_of(name))
 
-    def _computed_in(self, dtype: torch.dtype) -> torch.dtype:
+    def _computed_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that the model has a weight in that the run had in `dtype`.
 
         The yardstick of a run in float64 is in float32: its errors must be larger than the run's.
         """
         if self.exact:
             return torch.float64
-        param_dtype = self.recording.steps[0][0].micro_batches[0].param_dtype
+        policy = policy_of(name, self.policies)
+        param_dtype = policy.param if policy else self.recording.steps[0][0].micro_batches[0].param_dtype
         return dtype_of(param_dtype) if param_dtype else torch.float32 if self.all_wide else dtype
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -397,6 +406,23 @@ def _cast(dtype: torch.dtype, _module: torch.nn.Module, args: tuple, kwargs: dic
     return tree_map(
         lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
+
+
+def _cast_output(dtype: torch.dtype, _module: torch.nn.Module, _args: tuple, output: Any) -> Any:
+    """Cast what a module returns, as FSDP2 does."""
+    return tree_map(
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, output
+    )
+
+
+def policy_of(name: str, policies: Mapping[str, Policy]) -> Policy | None:
+    """Return FSDP2's policy of a weight: that of the nearest module around it."""
+    module = name
+    while module:
+        module = module.rpartition(".")[0]
+        if module in policies:
+            return policies[module]
+    return None
 
 
 def tf32_of(recording: Recording, model: torch.nn.Module) -> list[str]:

@@ -270,7 +270,7 @@ class ModelPass(Model):
         terms.
         """
         for name, gradient in micro_batch.direct_gradients.items() if self.loss is None else ():
-            self.gradients.add(name, gradient.to(self._computed_in(gradient.dtype)))
+            self.gradients.add(name, gradient.to(self._computed_in(name, gradient.dtype)))
         kept = self._arrived_gradients()
         if kept and not (self.gradients.are_finite and 0 < abs(arrived) < math.inf):
             why = "without any label, a mean is 0 / 0; leave it out of the recorded steps, or let the loss be a sum"

@@ -450,6 +450,7 @@ class _Step:
         """Return the dtypes other than float32 and float64 that the step was computed in."""
         about = self.micro[0].record
         names = {about.autocast, about.param_dtype, *(str(grad.dtype) for grad in self.gradients.values())}
+        names |= {policy.param for policy in about.policies.values()}
         return {name for name in names if name is not None} - {"torch.float32", "torch.float64"}
 
     def _missing(self, weights: Gradients) -> list[str]:

@@ -71,14 +71,16 @@ class Streamed:
         for unit in self.units:
             self._stream(unit)
 
-    def outside(self, dtype_of: Callable[[torch.dtype], torch.dtype]) -> dict[str, torch.Tensor]:
+    def outside(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> dict[str, torch.Tensor]:
         """Return the weights that the model has outside of its units' calls, by name.
 
-        Those of a unit are NaN there. `dtype_of` gives their dtype, by that of the parameter.
+        Those of a unit are NaN there. `dtype_of` gives their dtype, by the name and the dtype of the parameter.
         """
         in_units = {id(weight) for unit in self.units for *_, weight in _weights_in(unit)}
         return {
-            name: _absent(weight, dtype_of(weight.dtype)) if id(weight) in in_units else self.weights[name]
+            name: _absent(weight, dtype_of(name, weight.dtype))
+            if id(weight) in in_units
+            else self.weights[name]
             for name, weight in self.model.named_parameters()
         }
 

@@ -77,17 +77,28 @@ def dtypes_of(model: torch.nn.Module) -> dict[str, str]:
     return {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
 
 
-def casts(model: torch.nn.Module) -> dict[str, str]:
-    """Return module -> the dtype that FSDP2 casts what the module is called with to; "" is the model itself."""
-    policies = {
+def policies(model: torch.nn.Module) -> dict[str, dict[str, str | None]]:
+    """Return module -> the dtypes that FSDP2 has for the module and its weights; "" is the model itself.
+
+    They are the `Policy` of lockstep/recorder/recorded_step.py. A weight is of the nearest module around it.
+    """
+    found = {
         clean(name): module._get_fsdp_state()._mp_policy
         for name, module in model.named_modules()
         if isinstance(module, FSDPModule)
     }
+
+    def named(dtype: torch.dtype | None) -> str | None:
+        return None if dtype is None else str(dtype)
+
     return {
-        name: str(policy.param_dtype)
-        for name, policy in policies.items()
-        if policy.cast_forward_inputs and policy.param_dtype is not None
+        name: {
+            "param": named(policy.param_dtype),
+            "reduce": named(policy.reduce_dtype),
+            "input": named(policy.param_dtype) if policy.cast_forward_inputs else None,
+            "output": named(policy.output_dtype),
+        }
+        for name, policy in found.items()
     }
 
 

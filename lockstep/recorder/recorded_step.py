@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
 
-FORMAT = 11
+FORMAT = 12
 ERROR = "error.json"  # the file that says which error ended a rank's run
 Plain = bool | int | MayBreakDown | str | None
 
@@ -40,6 +40,15 @@ class SeenLoss(Strict):
     odd: str = ""  # what the function is given that is hardly meant, to be read after its name
 
 
+class Policy(Strict):
+    """FSDP2's dtypes of a module; None: as it is."""
+
+    param: Name | None  # which its weights are computed in
+    reduce: Name | None  # which their gradients are reduced in, if not in `param`
+    input: Name | None  # which what the module is called with is cast to
+    output: Name | None  # which what it returns is cast to
+
+
 class MicroBatchRecord(Strict):
     """A training call of the model: what it was called with, and what arrived at what it returned."""
 
@@ -53,9 +62,7 @@ class MicroBatchRecord(Strict):
     dropouts: int = 0  # calls of dropout that left elements out which a CPU would not
     param_dtype: Name | None = None  # which FSDP2 computes in
     reduce_dtype: Name | None = None  # which FSDP2 reduces gradients in
-    casts: dict[
-        str, Name
-    ] = {}  # module, "" the model itself -> the dtype that FSDP2 casts what it is called with to
+    policies: dict[str, Policy] = {}  # module, "" the model itself -> what FSDP2 does with it
     used: bool  # whether a gradient arrived at what the model returned
     # The module whose output the loss uses, though the model does not return it; "": a tensor of no module
     around: str | None = None

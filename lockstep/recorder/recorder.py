@@ -303,7 +303,7 @@ class Recorder(Updates):
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
             **parallelism.dtypes_of(self.model),
-            "casts": parallelism.casts(self.model),
+            "policies": parallelism.policies(self.model),
             "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [

@@ -120,7 +120,6 @@ RIGHT = {
     "deepspeed zero 2": (2, "deepspeed_loop.py", "--stage 2", f"{MICRO}, clipped"),
     "deepspeed zero 3": (2, "deepspeed_loop.py", "--stage 3", f"{MICRO}, clipped"),
     "deepspeed fp16 zero 1": (2, "deepspeed_loop.py", "--stage 1 --fp16", f"{MICRO}, clipped"),
-    "deepspeed fp16 zero 3": (2, "deepspeed_loop.py", "--stage 3 --fp16", f"{MICRO}, clipped"),
     "deepspeed zero 3 offloaded": (2, "deepspeed_loop.py", "--stage 3 --offload", f"{MICRO}, clipped"),
     "deepspeed autotp": (2, "deepspeed_loop.py", "--stage 1 --tp 2", f"{MICRO}, clipped"),
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),
@@ -425,7 +424,10 @@ def runs(new_folder):
 def test_a_stack_passes(runs, name, capsys):
     require_recorded(runs / name)
     said = require_pass(
-        runs / name / "run", RIGHT[name][3], capsys, tolerated=1e-3 if "bf16" in name else 1e-5
+        runs / name / "run",
+        RIGHT[name][3],
+        capsys,
+        tolerated=1e-3 if "bf16" in name or "fp16" in name else 1e-5,
     )
     if "tp" in name and "ep" not in name:  # its experts are called with tokens of their own
         # shards of outputs are put together

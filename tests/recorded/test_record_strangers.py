@@ -64,6 +64,7 @@ RIGHT = {
     "Ahead": f"{NOT_JUDGED}; what Lookahead does to the weights after the step of AdamW is not judged",
     "LossAfterTheClip": f"{NOT_JUDGED}; the gradient of medians, which the loop's loss alone depends on, is not judged",
     "DrawnElsewhere": NOT_JUDGED,
+    "PolicyOfEachModule": NOT_JUDGED,
     "KeepsNone": "",
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn", "Overflows"), NOT_JUDGED),
     **dict.fromkeys(
@@ -218,6 +219,7 @@ WRONG = {
     "SumAveraged": "step 1: the gradient is ",
     "SumOfTheModelHalved": "step 1: the gradient is 0.5 times that of the mean over all tokens of the global batch, which is 1 / the world size",
     "CastsForBlocksScaled": "step 1: 2 of ",
+    "PolicyOfEachModuleRounded": "step 1: 4 of 19 tensors are not what their modules compute from their recorded inputs: gradient/head.weight, ",
     "PlacesScaled": "step 1: forward/places (micro batch 0, rank 0) is the first of ",
     "NotAllClipped": "step 1: 3 of 7 parameters with a gradient were clipped, and not one.bias",
     "AheadOverwrites": "step 2: two.weight changed between the update of step 1 and step 2",
