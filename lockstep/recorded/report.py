@@ -67,13 +67,6 @@ def lines(steps: list[StepVerdict], run: RunVerdict) -> list[str]:
     if computed:
         names = list(dict.fromkeys(computed))
         unjudged[f"{and_more(names)} {'is' if len(names) == 1 else 'are'} hardly judged"] = None
-    for verdict in steps:
-        updates = [row.name for row in verdict.rows if row.kind == "update"]
-        unseen = [row.name for row in verdict.hardly_judged if row.kind == "update"]
-        if unseen and 2 * len(unseen) >= len(updates):
-            unjudged[f"{len(unseen)} of {len(updates)} updates of step {verdict.step} are hardly judged"] = (
-                None
-            )
     means = dict.fromkeys(
         f"the gradient is that of {verdict.named.weighting.label}{verdict.difference}"
         for verdict in steps
