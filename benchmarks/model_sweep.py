@@ -47,21 +47,10 @@ FURTHER = (
     *("fsdp@tp2", "fsdp@cp2", "fsdp@pp2", "fsdp@tp2:sequence_parallel", "fsdp@tp2xdp2", "fsdp@cp2xdp2"),
     *(f"{ZERO}@tp2", *(f"{ZERO}@tp1xdp2:zero_stage={stage}" for stage in (1, 2, 3))),
 )
-COMMON = [
-    "--dp_size",
-    "2",
-    "--batch_size",
-    "2",
-    "--seq_length",
-    "48",
-    "--debug_steps",
-    "2",
-    "--capture_steps",
-    "2",
-]
-Case = tuple[
-    dict, list[str], list[Run]
-]  # a config.json, the flags of all its runs, the runs beside the baseline
+SIZES = {"dp_size": 2, "batch_size": 2, "seq_length": 48, "debug_steps": 2, "capture_steps": 2}
+COMMON = [f"--{name}={size}" for name, size in SIZES.items()]
+# A config.json, the flags of all its runs, and the runs
+Case = tuple[dict, list[str], list[Run]]
 OPTIMIZERS = [
     *("adamw", "adamw", "sgd", "NAdam", "RMSprop", "Adagrad", "Adam"),
     *(f"{EXAMPLES}/optimizers.py:{name}" for name in ("muon", "sgd_with_momentum", "adamw_foreach")),
@@ -72,7 +61,7 @@ def draw(chance: random.Random) -> Case:
     """A case that run_verification.py takes."""
     while True:
         content, flags = _draw(chance)
-        further = [*chance.sample(FURTHER, len(FURTHER))]
+        further = chance.sample(FURTHER, len(FURTHER))
         with tempfile.TemporaryDirectory() as folder:
             flags_of_model = ["--model_name", write_model(content, Path(folder)), *COMMON, *flags]
             if _is_taken(ALWAYS, content, flags_of_model):
@@ -113,12 +102,12 @@ def write_model(content: dict, folder: Path) -> str:
 
 
 def runs_named(names: str) -> list[Run]:
-    return runs_of(names, parse_config(BASELINE, COMMON), tp_size=2)[1:]
+    return runs_of(names, parse_config(BASELINE, COMMON), tp_size=2)
 
 
 def _is_taken(name: str, content: dict, flags: list[str]) -> bool:
     """Whether the drawn model is one that this run can be verified with, and the drawn optimizer takes."""
-    (run,) = runs_named(name)
+    _, run = runs_named(name)
     try:
         config, inputs = preflight.checked(run.spec.place, [*flags, *run.arguments])
         model_check.check(config, inputs)
@@ -130,7 +119,7 @@ def _is_taken(name: str, content: dict, flags: list[str]) -> bool:
 
 
 def train(cases: dict[int, Case], folder: Path, precision: str) -> None:
-    """Capture two steps of every case, by its seed, with its runs, the baseline and the reference."""
+    """Capture two steps of every case, by its seed, with its runs and the reference."""
     by_mesh, references = collections.defaultdict(list), []
     for seed, (content, flags, runs) in cases.items():
         own = folder / str(seed)
@@ -143,10 +132,8 @@ def train(cases: dict[int, Case], folder: Path, precision: str) -> None:
         ]
         common += ["--precision", precision, *flags, "--capture_dir", str(own)]
         common += ["--loss_output_dir", f"{own}-losses", "--storage_path", str(folder)]
-        (baseline,) = [run for run in runs_of(ALWAYS, parse_config(BASELINE, COMMON), 2) if run.is_baseline]
-        for run in (baseline, *runs):
-            job = {"strategy": run.spec.place, "arguments": [*common, *run.arguments]}
-            by_mesh[run.mesh].append(job)
+        for run in runs:
+            by_mesh[run.mesh].append({"strategy": run.spec.place, "arguments": [*common, *run.arguments]})
         references.append({"strategy": "reference", "arguments": common})
     groups = [(mesh.world_size, group) for mesh, group in by_mesh.items()]
     jobs.start_all_groups([*groups, (None, references)], folder / "jobs")
@@ -157,8 +144,7 @@ def judge(folder: Path, runs: list[Run]) -> dict:
 
     NOT JUDGED is no alarm: DDP itself is too far from the reference, which an optimizer that magnifies rounding errors explains.
     """
-    names = (BASELINE, *(run.name for run in runs), "reference")
-    result = compare.judge([folder / name for name in names])
+    result = compare.judge([folder / name for name in (*(run.name for run in runs), "reference")])
     found = {
         name: [result.verdict(name), run.failures[:1], run.unjudged] for name, run in result.runs.items()
     }
@@ -213,7 +199,7 @@ def main() -> int:
                         "seed": seed,
                         "model": content,
                         "flags": flags,
-                        "runs": [run.name for run in runs],
+                        "runs": [run.name for run in runs if not run.is_baseline],
                         **found,
                     }
                 )

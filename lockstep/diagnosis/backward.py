@@ -62,7 +62,7 @@ def branch_lost(case: Case) -> Cause | None:
 
 def _are_micro_batches(case: Case, is_zero: torch.Tensor) -> bool:
     """Whether the samples that are zero are whole micro batches, of a pipeline's schedule if there is one."""
-    parts = case.dump.contract.get("cuts", {}).get("pp", {}).get("microbatches", 1)
+    parts = case.dump.micro_batches_of_schedule
     by_micro_batch = is_zero.unflatten(
         0, (case.mesh.num_sample_shares * case.micro_batches * parts, -1)
     ).flatten(1)

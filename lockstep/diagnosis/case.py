@@ -125,13 +125,17 @@ class Case:
         Given a `step`, the moments are those of this step for AdamW; those of an infinite step have no bias. `eps` is AdamW's.
         """
         before, rate = self.before(parameter), self.rate
-        decay = self.options["weight_decay"] if decays(before.ndim) else 0.0
         if self.options["optimizer"] == "adamw":
             m, v = (self.own(f"{kind}/{parameter}") for kind in ("exp_avg", "exp_avg_sq"))
             update = direction(m, v, self.step if step is None else step, eps)
         else:
             update = self.clip * self.own(f"gradient/{parameter}")
-        return before * (1 - rate * decay) - rate * update
+        return before * self.kept(parameter) - rate * update
+
+    def kept(self, parameter: str) -> float:
+        """Return what weight decay multiplies a parameter with in the step."""
+        has_decay = decays(len(self.dump.layout.parameters[parameter]))
+        return 1 - self.rate * self.options["weight_decay"] * has_decay
 
     def steps_built_in(self, parameter: str) -> bool:
         """Whether the built-in AdamW or SGD steps a parameter: it is trained, and the optimizer is not one of the user's own."""
@@ -267,9 +271,18 @@ class Case:
         dim = self.sharded(f"forward/{module}").get(axis)
         return None if dim is None else self.dump.layout.outputs[module][dim]
 
-    def pieces(self, axis: str) -> list[list[list[int]]]:
-        """Return [start, length] of the pieces of the sequence that each rank along an axis has; [] if it cuts no sequence."""
-        return self.dump.contract.get("cuts", {}).get(axis, [])
+    @property
+    def pieces(self) -> list[list[list[int]]]:
+        """[start, length] of the pieces of the sequence that each cp rank has; [] without context parallelism."""
+        return self.dump.contract.get("cuts", {}).get("cp", [])
+
+    def cp_rank_of(self, length: int) -> torch.Tensor:
+        """Return the cp rank that has each of `length` positions; 0 without context parallelism."""
+        owner = torch.zeros(length, dtype=torch.long)
+        for rank, pieces in enumerate(self.pieces):
+            for start, size in pieces:
+                owner[start : start + size] = rank
+        return owner
 
     def is_replicated(self, name: str) -> bool:
         """Whether there are several tp ranks, and each has the whole parameter."""

@@ -13,7 +13,7 @@ def mask_of_own_positions(case: Case) -> Cause | None:
     """With context parallelism, the causal mask counts the positions of each rank alone: its first one sees the first key only."""
     attention = case.path.rpartition(".o_proj.input")[0]
     values = f"forward/{attention}.v_proj"
-    first_of_ranks = [pieces[0][0] for pieces in case.pieces("cp") if pieces[0][0]]
+    first_of_ranks = [pieces[0][0] for pieces in case.pieces if pieces[0][0]]
     if not attention or not first_of_ranks or not case.has(values) or case.is_wrong(values):
         return None
     own, right, values_of_heads = (
@@ -35,25 +35,21 @@ def mask_of_own_positions(case: Case) -> Cause | None:
 
 def own_queries_only(case: Case) -> Cause | None:
     """With context parallelism, the gradient is wrong at the positions that queries of other ranks see, and at no others."""
-    owner = {
-        place: rank
-        for rank, pieces in enumerate(case.pieces("cp"))
-        for start, length in pieces
-        for place in range(start, start + length)
-    }
     dims = [dim for word, dim in samples_and_positions(case) if word == "position"]
     attention, _, projection = case.path.rpartition(".")
-    if not owner or not dims or projection not in ("k_proj", "v_proj"):
+    if not case.pieces or not dims or projection not in ("k_proj", "v_proj"):
         return None
     if not case.has(f"backward/{attention}.q_proj") or case.is_wrong(f"backward/{attention}.q_proj"):
         return None  # what queries of another rank send back is wrong, not lost
     own, right = case.own(case.first), case.right(case.first)
     wrong = set(places_of(wrong_elements(case, own, right), dims[0]))
-    last = max(owner)
-    seen = {place for place in owner if any(owner[later] != owner[place] for later in range(place, last + 1))}
+    owner = case.cp_rank_of(own.shape[dims[0]]).tolist()
+    # By rank, the last position of any other rank
+    last = {rank: max(place for place, other in enumerate(owner) if other != rank) for rank in set(owner)}
+    seen = {place for place, rank in enumerate(owner) if place < last[rank]}
     # Positions of whole ranks would say less: any error of these ranks alone is at these positions.
     of_ranks = {owner[place] for place in wrong}
-    if wrong != seen or wrong == {place for place in owner if owner[place] in of_ranks}:
+    if wrong != seen or wrong == {place for place, rank in enumerate(owner) if rank in of_ranks}:
         return None
     return Cause(
         "cp reduction missing",
@@ -65,10 +61,9 @@ def own_queries_only(case: Case) -> Cause | None:
 def one_cp_rank_only(case: Case) -> Cause | None:
     """Each part of the gradients comes from the positions of one cp rank alone, as they are or cp times."""
     cp = case.mesh.cp
-    rows = [row for row in case.wrong("gradient") if case.factor([row]) is not None]
-    if rows:
+    if any(case.factor([row]) is not None for row in case.wrong("gradient")):
         return None  # of an embedding, one rank's part may be all of it: a factor says less
-    known = some_known(case, by_cp_rank=True) if case.pieces("cp") and not case.wrong("backward") else []
+    known = some_known(case, by_cp_rank=True) if case.pieces and not case.wrong("backward") else []
     for times in (1, cp):
 
         def terms(contributions: torch.Tensor, times: int = times) -> torch.Tensor:

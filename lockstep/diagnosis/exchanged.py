@@ -31,9 +31,9 @@ AXES = {
 
 def outputs_exchanged(case: Case) -> Cause | None:
     """At least half of the wrong samples, positions or heads have the values of others."""
-    if case.own(case.first).numel() > MANY:
-        return None
     own, right, dims = case.own(case.first), case.right(case.first), samples_and_positions(case)
+    if own.numel() > MANY:
+        return None
     heads = heads_of(case, own)
     if heads:
         own, right = (tensor.unflatten(-1, (heads, -1)) for tensor in (own, right))
@@ -41,10 +41,10 @@ def outputs_exchanged(case: Case) -> Cause | None:
     wrong = wrong_elements(case, own, right)
     for word, dim in dims:
         places = places_of(wrong, dim)
-        if own.numel() < FEATURES * own.shape[dim]:
+        if not places or own.numel() < FEATURES * own.shape[dim]:
             continue  # so few numbers are like others by chance
         moved = _moved(case, own, right, places, dim)
-        if places and len(moved) >= len(places) / 2:
+        if len(moved) >= len(places) / 2:
             axis, name = AXES[word]
             spans = _spans(word, moved)
             said = ", ".join(spans[:FEW]) + ", and so on" * (len(spans) > FEW)

@@ -158,6 +158,7 @@ def earlier_weights(case: Case) -> Cause | None:
         return None
     is_norm = len(case.dump.layout.parameters[weight]) == 1
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
+    in_wrong_samples = _in_wrong_samples(case)
     for step in range(1, case.step):
         old = case.before(weight, step)
         if is_norm:
@@ -166,7 +167,7 @@ def earlier_weights(case: Case) -> Cause | None:
             value = case.own(f"forward/{source}") @ (old if case.is_transposed(module) else old.T) + bias
         else:
             return None
-        if case.explains(case.first, _in_wrong_samples(case, value)):
+        if case.explains(case.first, in_wrong_samples(value)):
             return Cause(
                 "weights",
                 f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",
@@ -174,12 +175,17 @@ def earlier_weights(case: Case) -> Cause | None:
     return None
 
 
-def _in_wrong_samples(case: Case, value: torch.Tensor) -> torch.Tensor:
-    """Return a value of the first wrong tensor for the samples in which it is wrong, and what is right for the others."""
-    right = case.right(case.first).clone()
+def _in_wrong_samples(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of a value of the first wrong tensor that value in the wrong samples, and what is right in all others."""
+    right = case.right(case.first)
     wrong = places_of(wrong_elements(case, case.own(case.first), right), 0)
-    right[wrong] = value[wrong]
-    return right
+
+    def filled(value: torch.Tensor) -> torch.Tensor:
+        result = right.clone()
+        result[wrong] = value[wrong]
+        return result
+
+    return filled
 
 
 def rounded_operands(case: Case) -> Cause | None:
@@ -194,6 +200,7 @@ def rounded_operands(case: Case) -> Cause | None:
     w, x = case.before(weight), case.own(f"forward/{source}")
     w = w if case.is_transposed(module) else w.T
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
+    in_wrong_samples = _in_wrong_samples(case)
     for dtype in (torch.bfloat16, torch.float16):
         rounded_x, rounded_w = x.to(dtype).double(), w.to(dtype).double()
         for words, value in (
@@ -201,7 +208,7 @@ def rounded_operands(case: Case) -> Cause | None:
             ("input", rounded_x @ w),
             ("weight", x @ rounded_w),
         ):
-            if case.explains(case.first, _in_wrong_samples(case, value + bias)):
+            if case.explains(case.first, in_wrong_samples(value + bias)):
                 name = str(dtype).removeprefix("torch.")
                 return Cause(
                     "precision",
@@ -218,7 +225,8 @@ def another_activation(case: Case) -> Cause | None:
     x, own = case.own(f"forward/{source}"), case.own(case.first)
     if x.shape != own.shape:
         return None
-    values = {name: _in_wrong_samples(case, function(x)) for name, function in ACTIVATIONS.items()}
+    in_wrong_samples = _in_wrong_samples(case)
+    values = {name: in_wrong_samples(function(x)) for name, function in ACTIVATIONS.items()}
     left = sorted((float((own - value).norm()), name) for name, value in values.items())
     # In 16 bits, several may explain it.
     if left[1][0] <= evidence.NEARER * left[0][0] or not case.explains(case.first, values[left[0][1]]):

@@ -108,11 +108,29 @@ def _one_replica_only(case: Case, known: list[recompute.Contributions], size: in
     )
 
 
-def reduced_in_part(case: Case) -> Cause | None:
+def uneven_samples(case: Case) -> Cause | None:
+    """Every wrong gradient is right except for the weights of the micro batches in it.
+
+    If fewer than half of the gradients are wrong, the weights must be unequal: one factor may be anything.
+    """
+    if case.wrong("backward"):
+        return None
+    solutions = _solved(case, some_known(case))
+    in_part = _reduced_in_part(case, solutions)
+    if in_part is not None:
+        return in_part
+    are_few = len(_wrong(case)) < len(case.judged("gradient")) / 2
+    weights = _one_solution(solutions)
+    if weights is None or are_few and evidence.are_one_factor(weights[0]):
+        return None
+    what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
+    return cause_of_weights(case, weights[0], what)
+
+
+def _reduced_in_part(case: Case, solutions: list[torch.Tensor]) -> Cause | None:
     """Some micro batches count from all DP ranks, and the others from some ranks alone, all with one weight."""
-    found = [] if case.wrong("backward") else _solved(case, some_known(case))
     ways = set()
-    for _, weights in found:
+    for weights in solutions:
         whole = (weights[0] - 1).abs().amax(0) <= evidence.SAME_FACTOR
         in_part = weights[0][:, ~whole]
         counts = in_part.abs().amin(1) > evidence.SAME_FACTOR if in_part.numel() else torch.zeros(0).bool()
@@ -135,21 +153,6 @@ def reduced_in_part(case: Case) -> Cause | None:
         f"each gradient has {numbered('micro batch', rest)} from all DP ranks, but {numbered('micro batch', parts)} "
         f"from {ranks} of the {case.mesh.num_sample_shares} only, with a weight of {times:g}",
     )
-
-
-def uneven_samples(case: Case) -> Cause | None:
-    """Every wrong gradient is right except for the weights of the micro batches in it.
-
-    If fewer than half of the gradients are wrong, the weights must be unequal: one factor may be anything.
-    """
-    if case.wrong("backward"):
-        return None
-    are_few = len(_wrong(case)) < len(case.judged("gradient")) / 2
-    weights = _one_solution(_solved(case, some_known(case)))
-    if weights is None or are_few and evidence.are_one_factor(weights[0]):
-        return None
-    what = f"the gradient of {listed(_wrong(case))}" if are_few else "every gradient"
-    return cause_of_weights(case, weights[0], what)
 
 
 def of_two_steps(case: Case) -> Cause | None:
@@ -176,21 +179,20 @@ def of_two_steps(case: Case) -> Cause | None:
 
 def _solved(
     case: Case, known: list[recompute.Contributions], before: Case | None = None
-) -> list[tuple[str, torch.Tensor]]:
-    """Return (parameter, weights (steps, dp, micro batches)) of these gradients; [] unless the weights explain each of them."""
-    found = []
+) -> list[torch.Tensor]:
+    """Return the weights (steps, dp, micro batches) of each of these gradients; [] unless the weights explain each of them."""
+    solutions = []
     for one in known:
         steps = [one] if before is None else [one, recompute.Contributions(before, one.parameter)]
         solved = recompute.sample_weights(*steps) if steps[-1].known else None
         if solved is None or not case.leaves_little(f"gradient/{one.parameter}", solved[1]):
             return []
-        found.append((one.parameter, solved[0]))
-    return found
+        solutions.append(solved[0])
+    return solutions
 
 
-def _one_solution(found: list[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
+def _one_solution(solutions: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the weights of the first gradient if all have the same."""
-    solutions = [weights for _, weights in found]
     are_same = all(float((each - solutions[0]).abs().max()) <= evidence.SAME_FACTOR for each in solutions)
     return solutions[0] if solutions and are_same else None
 
@@ -279,7 +281,6 @@ GRADIENT_RULES = (
     broken_tie,
     own_heads_only,
     one_rank_only,
-    reduced_in_part,
     uneven_samples,
     of_two_steps,
     one_factor,

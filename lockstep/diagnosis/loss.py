@@ -115,11 +115,8 @@ def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     indices = {
         "DP ranks": row // rows_of_rank,
         "micro batches": row % rows_of_rank // (rows_of_rank // case.micro_batches),
-        "cp ranks": torch.zeros_like(row),
+        "cp ranks": case.cp_rank_of(labels.shape[1]).expand(labels.shape),
     }
-    for rank, pieces in enumerate(case.pieces("cp")):
-        for start, length in pieces:
-            indices["cp ranks"][:, start : start + length] = rank
     sizes = {name: int(index.max()) + 1 for name, index in indices.items()}
     names = [name for name, size in sizes.items() if size > 1]
     for chosen in (subset for size in range(1, 4) for subset in itertools.combinations(names, size)):

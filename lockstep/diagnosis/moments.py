@@ -323,14 +323,13 @@ def decayed_gradients(case: Case) -> Cause | None:
 
     if not _are_moments_of(case, decayed) or not _are_one(factors):
         return None
-    rows, squares = case.wrong("exp_avg"), {row.path for row in case.wrong("exp_avg_sq")}
+    rows = case.wrong("exp_avg")
     varied = [row for row in rows if not evidence.are_equal(case.before(row.path))]
-    if not {row.path for row in rows} <= squares or not varied or not have_many_values(case, varied):
+    if not _show_in_both(case) or not have_many_values(case, varied):
         return None
-    names = paths(rows)
     return Cause(
         "weight decay",
-        f"the gradients in the moments of {names} have {factors[0]:.4g} times the weights added",
+        f"the gradients in the moments of {paths(rows)} have {factors[0]:.4g} times the weights added",
     )
 
 
@@ -343,10 +342,8 @@ def scaled_gradients(case: Case) -> Cause | None:
         factors.append(evidence.multiple_of(_newest(case, path), gradient))
         return factors[-1] * gradient
 
-    rows, squares = case.wrong("exp_avg"), {row.path for row in case.wrong("exp_avg_sq")}
-    if not {row.path for row in rows} <= squares:  # other gradients show in both
-        return None
-    if not _are_moments_of(case, scaled) or not have_many_values(case, rows):
+    rows = case.wrong("exp_avg")
+    if not _show_in_both(case) or not _are_moments_of(case, scaled) or not have_many_values(case, rows):
         return None
     different = sorted({float(f"{factor:.4g}") for factor in factors})
     if len(different) > MOST_FACTORS:
@@ -358,6 +355,12 @@ def scaled_gradients(case: Case) -> Cause | None:
     if case.clip < 1:
         return Cause("clipping", f"{sentence}, not {case.clip:.4g}, by which they must be clipped")
     return Cause("gradient scale", sentence)
+
+
+def _show_in_both(case: Case) -> bool:
+    """Whether second moments are wrong wherever first ones are, as they are if the gradients are other ones."""
+    first, second = ({row.path for row in case.wrong(kind)} for kind in MOMENTS)
+    return first <= second
 
 
 def _newest(case: Case, path: str) -> torch.Tensor:

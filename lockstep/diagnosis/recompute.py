@@ -228,10 +228,7 @@ class Contributions:
         by_sample = self._by_sample(gradient)
         if self._cp == 1:
             return by_sample
-        owner = torch.empty(gradient.shape[dims.index(SEQUENCE)])
-        for rank, pieces in enumerate(self.case.pieces("cp")):
-            for start, length in pieces:
-                owner[start : start + length] = rank
+        owner = self.case.cp_rank_of(gradient.shape[dims.index(SEQUENCE)])
         shape = [-1 if symbol == SEQUENCE else 1 for symbol in dims]
         rank_of_sample = torch.arange(self.samples)[:, None, None] % self._cp
         return by_sample * (self._by_sample(owner.view(shape).expand(gradient.shape)) == rank_of_sample)

@@ -12,7 +12,6 @@ from lockstep.diagnosis.forward import rounded
 from lockstep.diagnosis.moments import are_left_out, have_many_values, paths
 from lockstep.ground.words import listed
 from lockstep.plan.config import BETAS, EPS
-from lockstep.training.optim import decays
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
@@ -124,10 +123,7 @@ def _is_shifted(case: Case, row: Judgement, shift: int) -> bool:
     own, right = case.own(row.name).flatten(), case.right(row.name).flatten()
     wrong = ((own - right).abs() > row.tolerated_largest).nonzero()[:, 0]
     wrong = wrong[(wrong + shift >= 0) & (wrong + shift < len(before))]
-    decayed = 1 - case.rate * (
-        case.options["weight_decay"] if decays(len(case.dump.layout.parameters[row.path])) else 0.0
-    )
-    value = right[wrong] + decayed * (before[wrong + shift] - before[wrong])
+    value = right[wrong] + case.kept(row.path) * (before[wrong + shift] - before[wrong])
     return len(wrong) > 0 and case.leaves_little(row.name, float((own[wrong] - value).norm()))
 
 

@@ -90,6 +90,11 @@ class Dump:
         return {step: entry["batch_hash"] for step, entry in self.steps.items() if step}
 
     @property
+    def micro_batches_of_schedule(self) -> int:
+        """The number of micro batches into which a pipeline's schedule divides each one; 1 without a pipeline."""
+        return self.contract.get("cuts", {}).get("pp", {}).get("microbatches", 1)
+
+    @property
     def is_reference(self) -> bool:
         return 0 in self.steps
 

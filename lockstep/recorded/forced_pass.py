@@ -154,11 +154,7 @@ class ForcedPass:
         dtypes = {}
         for name in observed:
             policy = policy_of(name, micro_batch.policies)
-            dtype = (
-                policy.reduce or policy.param
-                if policy
-                else micro_batch.reduce_dtype or micro_batch.param_dtype
-            )
+            dtype = policy.reduce or policy.param if policy else micro_batch.param_dtype
             dtypes[name] = dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=_eps)
         return dtypes
 

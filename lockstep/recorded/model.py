@@ -403,15 +403,17 @@ class Model(Passes):
 
 def _cast(dtype: torch.dtype, _module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Cast what a module is called with, as FSDP2 does."""
-    return tree_map(
-        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
-    )
+    return _in_dtype(dtype, (args, kwargs))
 
 
 def _cast_output(dtype: torch.dtype, _module: torch.nn.Module, _args: tuple, output: Any) -> Any:
     """Cast what a module returns, as FSDP2 does."""
+    return _in_dtype(dtype, output)
+
+
+def _in_dtype(dtype: torch.dtype, nested: Any) -> Any:
     return tree_map(
-        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, output
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, nested
     )
 
 

@@ -65,18 +65,6 @@ def autocast_of(model: torch.nn.Module) -> str | None:
     return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
-def dtypes_of(model: torch.nn.Module) -> dict[str, str]:
-    """Return the dtypes that FSDP2 computes both passes in and reduces gradients in: param_dtype, reduce_dtype.
-
-    A dtype that FSDP2 does not set is left out. The parameters' own is then used.
-    """
-    if not isinstance(model, FSDPModule):
-        return {}
-    policy = model._get_fsdp_state()._mp_policy
-    dtypes = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype or policy.param_dtype}
-    return {name: str(dtype) for name, dtype in dtypes.items() if dtype is not None}
-
-
 def policies(model: torch.nn.Module) -> dict[str, dict[str, str | None]]:
     """Return module -> the dtypes that FSDP2 has for the module and its weights; "" is the model itself.
 

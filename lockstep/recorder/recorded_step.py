@@ -60,8 +60,7 @@ class MicroBatchRecord(Strict):
     left_out: list[Name]  # what is not recorded, and why
     autocast: Name | None  # the dtype
     dropouts: int = 0  # calls of dropout that left elements out which a CPU would not
-    param_dtype: Name | None = None  # which FSDP2 computes in
-    reduce_dtype: Name | None = None  # which FSDP2 reduces gradients in
+    param_dtype: Name | None = None  # which FSDP2 computes the model itself in, or DeepSpeed
     policies: dict[str, Policy] = {}  # module, "" the model itself -> what FSDP2 does with it
     used: bool  # whether a gradient arrived at what the model returned
     # The module whose output the loss uses, though the model does not return it; "": a tensor of no module

@@ -285,6 +285,7 @@ class Recorder(Updates):
             if previous != self.buffers[name]:
                 self.kept.keep_shard(f"buffer/{number}/{wrapped.clean(name)}", buffer)
         self.hooks.begin(number)
+        policies = parallelism.policies(self.model)
         about: dict[str, Any] = {
             "tensors": [],
             "plain": {},
@@ -302,8 +303,8 @@ class Recorder(Updates):
             "scale": 1.0,
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
-            **parallelism.dtypes_of(self.model),
-            "policies": parallelism.policies(self.model),
+            "param_dtype": policies.get("", {}).get("param"),
+            "policies": policies,
             "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [

@@ -17,8 +17,8 @@ from lockstep.verdict.comparable_dumps import (
     require_its_batch,
     require_norm,
 )
-from lockstep.verdict.distance import Distance
-from lockstep.verdict.judgement import ROUNDOFF, Judgement, OfDDP, noise_of, pass_of, tolerance
+from lockstep.verdict.distance import Distance, Size
+from lockstep.verdict.judgement import EXACT, ROUNDOFF, Judgement, OfDDP, noise_of, pass_of, tolerance
 from lockstep.verdict.result import Findings, Result
 
 # DDP's largest distance from the reference in the clean sweep and at real sizes (results/): the yardstick without a reference.
@@ -147,7 +147,7 @@ def _judge_step(
         entry = references[run].steps[step]
         lowered, errors = bool(entry.get("lowered")), entry.get("update_errors", {})
         runs[run].rows += [
-            yardstick.judge(dump, name, distances[run][name], lowered, errors.get(name))
+            yardstick.judge(dump, name, distances[run][name], lowered, Size(*errors.get(name, EXACT)))
             for name in ddp.expected(step)
             if name in distances[run]
         ]

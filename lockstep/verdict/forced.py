@@ -218,7 +218,7 @@ def _sizes(dump: Dump) -> tuple[int, int]:
 
     Each rounds its part of a gradient, and the parts may all but cancel.
     """
-    config, parts = dump.run["config"], dump.contract.get("cuts", {}).get("pp", {}).get("microbatches", 1)
+    config, parts = dump.run["config"], dump.micro_batches_of_schedule
     return config["batch_size"] // parts, config["gradient_accumulation_steps"] * parts
 
 

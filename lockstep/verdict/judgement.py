@@ -236,29 +236,21 @@ class OfDDP(Yardstick):
         super().__init__(found, ddp.steps[step]["tensors"], precision)
         self.ddp, self.step = ddp, step
 
-    def judge(
-        self, dump: Dump, name: str, distance: Distance, lowered: bool, of_update: Sequence[float] | None
-    ) -> Judgement:
+    def judge(self, dump: Dump, name: str, distance: Distance, lowered: bool, of_run: Size) -> Judgement:
         """Return a row of a run.
 
-        Of an optimizer of the user's own: `lowered` says whether it computes in bfloat16 or float16 itself, and `of_update` are the
+        Of an optimizer of the user's own: `lowered` says whether it computes in bfloat16 or float16 itself, and `of_run` are the
         rounding errors of its step in the run's dtype in one process.
         """
-        tolerated = self._tolerance(dump, name, distance, lowered, of_update)
-        return Judgement(self.step, name, distance, *tolerated)
+        return Judgement(self.step, name, distance, *self._tolerance(dump, name, distance, lowered, of_run))
 
-    def _tolerance(
-        self, dump: Dump, name: str, distance: Distance, lowered: bool, of_update: Sequence[float] | None
-    ) -> Size:
+    def _tolerance(self, dump: Dump, name: str, distance: Distance, lowered: bool, of_run: Size) -> Size:
         if name.removeprefix("parameter/") in self.ddp.layout.model.frozen:
             return EXACT
         ddp_distance, noise = self.found[name], self.noise.get(name)
         if self.ddp.has_own_optimizer and pass_of(name) == "update" and not name.startswith("average/"):
-            limit, roundoff = (
-                LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE,
-                ROUNDOFF[self.entries[name]["dtype"]],
-            )
-            of_run = Size(*of_update) if of_update else EXACT
+            limit = LIMIT_OF_LOWERED if lowered else LIMIT_OF_UPDATE
+            roundoff = ROUNDOFF[self.entries[name]["dtype"]]
             return own_update_tolerance(distance, ddp_distance, limit, roundoff, of_run)
         if distance is ddp_distance and noise is not None:
             return yardstick_tolerance(distance, self.precision, noise)

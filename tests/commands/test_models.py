@@ -72,6 +72,7 @@ def test_any_optimizer_on_a_module_of_ones_own(tmp_path, optimizer):
     assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "momentum_buffer", "exp_avg")
 
 
+# It keeps whole state of what is cut.
 OF_ROWS = """
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -97,14 +98,7 @@ def of_rows(named, *, learning_rate, weight_decay):
 """
 
 
-def test_an_optimizer_that_keeps_whole_state_of_what_is_cut(tmp_path):
-    (tmp_path / "of_rows.py").write_text(OF_ROWS)
-    arguments = ("--optimizer", f"{tmp_path}/of_rows.py:of_rows", "--model_name", "tiny-llama")
-    found, first = verdicts(tmp_path, "StepsTwice", *arguments)
-    assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
-    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "mean")
-
-
+# A part of it keeps no state.
 BOTH = """
 import torch
 
@@ -116,12 +110,13 @@ def both(named, *, learning_rate, weight_decay):
 """
 
 
-def test_an_optimizer_of_which_a_part_keeps_no_state(tmp_path):
-    (tmp_path / "both.py").write_text(BOTH)
-    arguments = ("--optimizer", f"{tmp_path}/both.py:both", "--model_name", "tiny-llama")
+@pytest.mark.parametrize("code, name, kept", [(OF_ROWS, "of_rows", "mean"), (BOTH, "both", "exp_avg")])
+def test_an_optimizer_of_unusual_state(tmp_path, code, name, kept):
+    (tmp_path / "mine.py").write_text(code)
+    arguments = ("--optimizer", f"{tmp_path}/mine.py:{name}", "--model_name", "tiny-llama")
     found, first = verdicts(tmp_path, "StepsTwice", *arguments)
     assert found == {"ddp": "PASS", "fsdp_tp1xdp2": "PASS", "stepstwice": "FAIL"}
-    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", "exp_avg")
+    assert first[0] == 1 and first[2].split("/")[0] in ("parameter", kept)
 
 
 FLAT = """

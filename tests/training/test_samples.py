@@ -12,6 +12,7 @@ from families import architecture, built
 from ranks import ROOT, run_ranks
 from small_inputs import batches
 
+from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.forward import documents_together
 from lockstep.diagnosis.loss import counted_otherwise
 from lockstep.dumps import history
@@ -207,6 +208,7 @@ class Seen:
     """What a rule reads of a run on dp 2 with two micro batches, of which it computed `own` in the place of `reference`."""
 
     mesh, micro_batches, dump = Mesh(dp=2), 2, SimpleNamespace(contract={})
+    pieces, cp_rank_of = Case.pieces, Case.cp_rank_of
     names = SimpleNamespace(logits_gradient="backward/lm_head")
 
     def __init__(self, first, own, reference, **batch):
