@@ -218,6 +218,17 @@ class RankMeans(Right):
         return self.shares * sum(int((given["labels"][:, 1:] != IGNORED).sum()) for given in window)
 
 
+class MicroStepMeans(Right):
+    """The count is summed over the ranks, but not over the micro batches."""
+
+    def loss(self, given, tokens):
+        return super().loss(given, self.tokens([given])) / self.micro
+
+
+class MicroStepMeansUnwanted(MicroStepMeans):
+    expected = "token-mean"
+
+
 class AllPositions(Right):
     def tokens(self, window):
         return self.world * sum(given["labels"].numel() for given in window)

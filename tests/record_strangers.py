@@ -1932,6 +1932,15 @@ class NeverUnscaled(ScaledOwn):
         self.optimizer.step()
 
 
+class CompressedScaled(ScaledOwn, Compressed):
+    """Once the scale is taken off, the gradients are too small for float16."""
+
+    scale = 2.0**24
+
+    def loss(self, given, tokens):
+        return super().loss(given, tokens) * 2.0**-14
+
+
 class Overflows(ScaledOwn):
     """Gradients of the first window are infinite, so the scaler skips its step."""
 

@@ -57,7 +57,7 @@ def judge_kept(
 
 
 def rounding(
-    verdict: StepVerdict, rows: list[Judgement], gradients: Gradients, clipped: dict[str, float]
+    rank_checks: Ranks, rows: list[Judgement], gradients: Gradients, clipped: dict[str, float]
 ) -> str:
     """Return that the gradient was rounded to 16 bits after the backward pass, if these rows show it; else "".
 
@@ -66,15 +66,16 @@ def rounding(
     # The median: a gradient that all but cancels is farther off, and 16 bits have no smaller number for it.
     wrong = [row for row in rows if row.kind == "gradient" and row.too_far]
     error = statistics.median(row.distance.relative for row in wrong) if wrong else math.inf
-    # Clipping comes after the rounding.
-    unclipped = Lazy(gradients, lambda name: gradients[name] / clipped[name])
+    # Clipping comes after the rounding, and so does a scaler that takes its scale off.
+    scale = rank_checks.micro[0].record.scale
+    rounded = Lazy(gradients, lambda name: gradients[name] * (scale / clipped[name]))
     for dtype in (torch.bfloat16, torch.float16):
         if any(grad.dtype == dtype for grad in gradients.values()):
             continue
         # Signs, too, are numbers of 16 bits, so the error must be small.
         is_near = error <= ROUNDED * torch.finfo(dtype).eps
-        if is_near and all(g.allclose(g.to(dtype).to(g.dtype), 3e-7, 0) for g in unclipped.values()):
-            verb = "kept" if verdict.lowered else "computed"
+        if is_near and all(g.allclose(g.to(dtype).to(g.dtype), 3e-7, 0) for g in rounded.values()):
+            verb = "kept" if rank_checks.verdict.lowered else "computed"
             return (
                 f"all elements of the gradient are numbers of {dtype}, though it is {verb} in float32: it was rounded after the backward pass, "
                 "as where its reduction is in 16 bits"

@@ -35,6 +35,8 @@ class ForcedPass:
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
+        # Of each micro batch: the gradient that arrived at its loss
+        self.arrived: list[float] = []
         self.of_loss = 0.0  # the machine epsilon of the coarsest dtype that a loss has
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
@@ -104,6 +106,7 @@ class ForcedPass:
         self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, reference, yardstick)
         self.reference_gradients.append(reference.gradients)
         self.yardstick_gradients.append(yardstick.gradients)
+        self.arrived.append(reference.arrived)
 
     def judge(
         self,
@@ -134,7 +137,9 @@ class ForcedPass:
             weights = weights * ((measured * weights).sum() / weights.square().sum())
         weights = self._measured(observed, weights, clipped, dtypes)
         reference = Sum(observed, self.reference_gradients, weights, clipped)
-        yardstick = accumulated(Sum(observed, self.yardstick_gradients, weights, clipped), dtypes)
+        yardstick = accumulated(
+            Sum(observed, self.yardstick_gradients, weights, clipped), dtypes, self._scale(weights)
+        )
         rows = self.verdict.judged(
             observed,
             reference,
@@ -145,6 +150,12 @@ class ForcedPass:
             zeros=zeros,
         )
         return self.modules.with_factors(rows)
+
+    def _scale(self, weights: torch.Tensor) -> float:
+        """Return how many times as large the run's gradients were when they were summed, to a power of two: the scale of a loss in float16."""
+        times = (torch.tensor(self.arrived, dtype=torch.float64) / weights).abs()
+        known = times[times.isfinite() & (times > 0)]
+        return float(known.median().log2().round().exp2()) if len(known) else 1.0
 
     def _reduce_dtypes(self, observed: Gradients) -> dict[str, torch.dtype]:
         """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""

@@ -295,7 +295,7 @@ class LossWeights:
             return (
                 tokens,
                 self._divisors(),
-                [_of_elements(weighting) for weighting in normalisation.known(tokens, self.shares)],
+                [_of_elements(weighting) for weighting in self._known(tokens)],
             )
         if has_own_loss and all(tokens) and not function and not others:
             smoothing = (
@@ -335,8 +335,10 @@ class LossWeights:
             mean = Weighting(MICRO_MEAN, label, ones / self.verdict.micro_batches / self.verdict.pieces)
             return [1] * len(self.micro), ones, [mean]
         self.verdict.tokens = sum(tokens)
-        numbers = [micro_batch.number for micro_batch in self.micro] if self.verdict.pieces > 1 else None
-        return tokens, self._divisors(), normalisation.known(tokens, self.shares, numbers)
+        return tokens, self._divisors(), self._known(tokens)
+
+    def _known(self, tokens: list[int]) -> list[Weighting]:
+        return normalisation.known(tokens, self.shares, [called.number for called in self.micro])
 
     def _is_sum(self, measured: torch.Tensor) -> bool:
         """Whether the model returns sums over tokens, and each token counts once in the gradient: so it is where one process trains on them."""
@@ -357,7 +359,7 @@ class LossWeights:
         places, such as a discriminator's, are added up.
         """
         counts = 1 / self._divisors() / self.verdict.shares
-        named = normalisation.nearest(counts, tokens, normalisation.known(tokens, self.shares))
+        named = normalisation.nearest(counts, tokens, self._known(tokens))
         factor, tolerated = (
             named.factor,
             1e-4 + max(result.mean.uncertain for result in self.reference_results),

@@ -348,7 +348,7 @@ class _Step:
             self.counted = counts.in_worst(rows, nominal)
         is_wrong = len(verdict.wrong) > after_modules or any(row.too_far for row in rows)
         if is_wrong and not modules_wrong and not verdict.lowered:
-            rounding = far_gradients.rounding(self.verdict, rows, self.gradients, self.clipped)
+            rounding = far_gradients.rounding(self.rank_checks, rows, self.gradients, self.clipped)
             self.verdict.wrong[after_modules:after_modules] = [rounding] * bool(rounding)
         if 2 * sum(row.too_far for row in rows) > len(rows):
             verdict.wrong[after_modules:after_modules] = self.rank_checks.clipped_apart()
@@ -439,7 +439,7 @@ class _Step:
         if first is not None:
             place = after_modules if first.kind != "gradient" else len(self.verdict.wrong)
             rounding = (
-                far_gradients.rounding(self.verdict, rows, self.gradients, self.clipped)
+                far_gradients.rounding(self.rank_checks, rows, self.gradients, self.clipped)
                 if self.verdict.lowered and first.kind == "gradient"
                 else ""
             )

@@ -180,14 +180,19 @@ class Sum(UserDict[str, torch.Tensor]):
         return rest
 
 
-def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype]) -> Lazy:
-    """Return the sum as a run adds up the gradients of its micro batches: in the dtype of each tensor, rounded each time."""
+def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype], scale: float = 1.0) -> Lazy:
+    """Return the sum as a run adds up the gradients of its micro batches: in the dtype of each tensor, rounded each time.
+
+    The run's gradients are `scale` times as large there, a power of two: float16 has few digits for small numbers.
+    """
 
     def make(name: str) -> torch.Tensor:
         # Half of the sums of two numbers of 16 bits lie between two such numbers. So the terms are rounded, too, and as many sums are
         # rounded up as down.
-        rounded = [(column[name].double() * weight).to(dtypes[name]) for weight, column in terms.of(name)]
-        return functools.reduce(torch.add, rounded).double() if rounded else terms[name]
+        rounded = [
+            (column[name].double() * (scale * weight)).to(dtypes[name]) for weight, column in terms.of(name)
+        ]
+        return functools.reduce(torch.add, rounded).double() / scale if rounded else terms[name]
 
     return Lazy(terms, make)
 
@@ -216,34 +221,35 @@ class Weighting:
     weights: torch.Tensor  # of the micro batches' sums over tokens
 
 
-TOKEN_MEAN, RANK_MEAN, MICRO_MEAN, PIECE_MEAN = "token-mean", "rank-mean", "micro-mean", "piece-mean"
+TOKEN_MEAN, RANK_MEAN, STEP_MEAN, MICRO_MEAN = "token-mean", "rank-mean", "micro-step-mean", "micro-mean"
+PIECE_MEAN = "piece-mean"
 SUM = "sum"
 LABELS = {
     TOKEN_MEAN: "the mean over all tokens of the global batch",
     RANK_MEAN: "the mean of the ranks' token means",
+    STEP_MEAN: "the mean of the micro steps' means, each over the tokens of all ranks",
     MICRO_MEAN: "the mean of the micro batches' means",
 }
 
 
-def known(tokens: list[int], shares: list[int], numbers: list[int] | None = None) -> list[Weighting]:
+def known(tokens: list[int], shares: list[int], numbers: list[int]) -> list[Weighting]:
     """Return the weightings that libraries have. Of equal ones, only the first is returned.
 
-    `tokens[i]` is the number of tokens of micro batch i, and `shares[i]` is the share of the samples (data-parallel rank) that it is of.
-    Where samples are cut, i counts the pieces: `numbers[i]` is then the number that the whole of piece i has in its share. The mean of the
-    pieces' means is the last weighting.
+    `tokens[i]` is the number of tokens of micro batch i, `shares[i]` the share of the samples (data-parallel rank) that it is of, and
+    `numbers[i]` its number in this share. Where samples are cut, i counts the pieces: `numbers[i]` is then that of the whole. The mean of
+    the pieces' means is the last weighting.
     """
     n = torch.tensor(tokens, dtype=torch.float64)
-    wholes = list(zip(shares, range(len(n)) if numbers is None else numbers, strict=True))
-    n_of_share, n_of_whole = (
-        torch.tensor(
-            [float(n[[other == group for other in groups]].sum()) for group in groups], dtype=torch.float64
-        )
-        for groups in (shares, wholes)
-    )
+
+    def mean_of_means(groups: list) -> torch.Tensor:
+        of_group = {group: float(n[[other == group for other in groups]].sum()) for group in groups}
+        return torch.tensor([1 / of_group[group] / len(of_group) for group in groups], dtype=torch.float64)
+
     weights_by_name = {
         TOKEN_MEAN: torch.ones_like(n) / n.sum(),
-        RANK_MEAN: 1 / n_of_share / len(set(shares)),
-        MICRO_MEAN: 1 / n_of_whole / len(set(wholes)),
+        RANK_MEAN: mean_of_means(shares),
+        MICRO_MEAN: mean_of_means(list(zip(shares, numbers, strict=True))),
+        STEP_MEAN: mean_of_means(numbers),
         PIECE_MEAN: 1 / n / len(n),
     }
     distinct: list[Weighting] = []

@@ -87,6 +87,12 @@ BUGS = {
         1.0,
         "huggingface/transformers/34373",
     ),
+    "MicroStepMeansUnwanted": (
+        "step 1: the gradient is that of the mean of the micro steps' means, each over the tokens of all ranks, not of the mean over all tokens",
+        NAMED,
+        1.0,
+        None,
+    ),
     "AllPositions": (
         f"step 1: the gradient is 0.703125 times {TOKENS}, which is the tokens of the global batch / the positions of the global batch{BEGINS}",
         NAMED,
@@ -556,6 +562,7 @@ VARIANTS = [
     *(
         "Right",
         "MicroMeans",
+        "MicroStepMeans",
         "Shuffled",
         "SmallBuckets",
         "StaticGraph",

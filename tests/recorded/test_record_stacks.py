@@ -120,6 +120,7 @@ RIGHT = {
     "deepspeed zero 2": (2, "deepspeed_loop.py", "--stage 2", f"{MICRO}, clipped"),
     "deepspeed zero 3": (2, "deepspeed_loop.py", "--stage 3", f"{MICRO}, clipped"),
     "deepspeed fp16 zero 1": (2, "deepspeed_loop.py", "--stage 1 --fp16", f"{MICRO}, clipped"),
+    "deepspeed fp16 zero 3": (2, "deepspeed_loop.py", "--stage 3 --fp16", f"{MICRO}, clipped"),
     "deepspeed zero 3 offloaded": (2, "deepspeed_loop.py", "--stage 3 --offload", f"{MICRO}, clipped"),
     "deepspeed autotp": (2, "deepspeed_loop.py", "--stage 1 --tp 2", f"{MICRO}, clipped"),
     "deepspeed autotp zero 2": (4, "deepspeed_loop.py", "--stage 2 --tp 2", f"{MICRO}, clipped"),

@@ -155,6 +155,7 @@ WRONG = {
     "which is the scale of the GradScaler; it was not taken off, as scaler.step(optimizer) does",
     "Reordered": "step 1: 2 of 6 gradients are too far from the reference, most of all ",
     "Compressed": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
+    "CompressedScaled": "step 1: all elements of the gradient are numbers of torch.float16, though it is computed in float32: it was rounded after",
     "OtherSamplesOnShards": "step 1: gradients differ between ranks that hold the same: ",
     "NoisyHook": "step 1: forward/body (micro batch ",
     "Signs": "step 1: a weighted sum of the micro batches' gradients leaves ",

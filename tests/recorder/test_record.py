@@ -1029,7 +1029,7 @@ def test_weights_are_measured():
     fitted = normalisation.fit(observed, columns)
     assert torch.allclose(fitted.weights, weights, rtol=1e-12) and max(fitted.rest.values()) < 1e-14
     named = normalisation.nearest(
-        torch.tensor([3.0, 2.0, 1.0]) / 6, [4, 4, 8], normalisation.known([4, 4, 8], [0, 0, 1])
+        torch.tensor([3.0, 2.0, 1.0]) / 6, [4, 4, 8], normalisation.known([4, 4, 8], [0, 0, 1], [0, 1, 0])
     )
     assert named.off > 0.1  # negative control: no known mean
     assert normalisation.explanations(0.375, {"a": 3.0, "b": 8.0}, 1e-6) == ["a / b"]

@@ -124,6 +124,17 @@ def test_sums_in_16_bits_have_no_factor():
     assert float((off * own.sign()).sum() / own.double().abs().sum()) > 1e-4
 
 
+def test_sums_in_float16_are_as_large_as_in_the_run():
+    """Negative control: small numbers have few digits, and not those of the run, which are larger by the scale of a loss."""
+    terms = [(torch.randn(128, 64) * 1e-3).half() for _ in range(2)]
+    own = (terms[0] + terms[1]).double() / 2**14
+    columns = [{"weight": one.double() / 2**14} for one in terms]
+    terms_of = Sum({"weight": own}, columns, torch.ones(2))
+    for scale, is_same in ((2.0**14, True), (1.0, False)):
+        summed = accumulated(terms_of, {"weight": torch.float16}, scale)["weight"]
+        assert torch.equal(summed, own) == is_same
+
+
 @pytest.mark.parametrize("size, is_seen", [(2.0**-44, False), (2.0**-30, True)])
 def test_what_is_zero_in_exact_arithmetic_has_no_factor(size, is_seen):
     """The gradient at the query of a first position: of both, nothing but rounding errors is there, and those of a head have one sign."""
