@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         "--memory",
         type=number(float, 0),
         metavar="GB",
-        help="above which a model is computed layer by layer, each twice (default: half of what is free)",
+        help="if the weights take more than a quarter of it, the model is computed layer by layer, each twice (default: half of what is free)",
     )
     parser.add_argument(
         "--workers",

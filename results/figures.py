@@ -37,9 +37,9 @@ def summary(contents: dict[str, dict]) -> list[str]:
     lines = {
         "caught by tensors": SEEN["tensors"],
         "first tensor as foretold": lambda row: row["first_right"],
-        "cause named right": lambda row: row["named"] == "right",
-        "cause not explained": lambda row: row["named"] == "not explained",
-        "cause named wrong": lambda row: row["named"] == "wrong",
+        "cause named right": lambda row: row["caught"] and row["named"] == "right",
+        "cause not explained": lambda row: row["caught"] and row["named"] == "not explained",
+        "cause named wrong": lambda row: row["caught"] and row["named"] == "wrong",
         "missed by the loss curve": lambda row: not SEEN["loss curve"](row),
         "missed by loss curve and gradient norm": lambda row: not SEEN["loss curve or gradient norm"](row),
     }

@@ -1314,6 +1314,26 @@ class SparseApart(Sparse):
         return super().wrap(net)
 
 
+class AutocastOfTheLoop(Own):
+    """Autocast keeps the weights that it has cast until its end, which is that of the training."""
+
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=0.1)
+
+    def train(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            super().train()
+
+
+class OneWeightCopied(Own):
+    """A head computes with a copy of its weight that is never renewed."""
+
+    def wrap(self, net):
+        head, copied = net.two, net.two.weight.detach().clone()
+        head.forward = lambda x: F.linear(x, copied + (head.weight - head.weight.detach()), head.bias)
+        return super().wrap(net)
+
+
 class AutocastOnOneRank(Own):
     def own_loss(self, given):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.rank == 0):

@@ -161,6 +161,11 @@ class Model(Passes):
         order = self.recording.steps[self.step - 1][0].orders.get(name)
         return in_order(weight, order) if order else weight
 
+    def give(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Give the model other weights."""
+        self.weights = weights
+        self.perturb(self.draw)
+
     def perturb(self, draw: int) -> None:
         """Give the model weights that are perturbed by one ulp, each number of a draw other ones; 0: its own."""
         self.draw = draw

@@ -14,7 +14,7 @@ import torch
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
 from lockstep.plan.resources import free_bytes
-from lockstep.recorded import far_gradients, redrawn, update
+from lockstep.recorded import far_gradients, old_weights, redrawn, update
 from lockstep.recorded.calls import Calls
 from lockstep.recorded.counts import Counts
 from lockstep.recorded.free_pass import FreePass, columns_of
@@ -27,7 +27,7 @@ from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
 from lockstep.verdict.gpu_arithmetic import arithmetic_of
-from lockstep.verdict.judgement import zeros_of
+from lockstep.verdict.judgement import Judgement, zeros_of
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.module_results import following, sentence
 from lockstep.verdict.normalisation import Gradients, Sum
@@ -445,6 +445,18 @@ class _Step:
             )
             end = following(rows, [row for row in self.verdict.rows if row.too_far])
             self.verdict.wrong[place:place] = [*[rounding] * bool(rounding), Wrong(sentence(rows) + end)]
+            if first.which_pass == "forward":
+                self.verdict.wrong[:0] = self._old_weights(first)
+
+    def _old_weights(self, row: Judgement) -> list[str]:
+        """Return a sentence if a module's output is that of weights from before an update, and [] if not."""
+        ranks = {rank for rank, multiple in row.ranks.items() if not multiple <= 1}
+        called = next(
+            (called for called in self.micro if called.number == 0 and ranks & {*called.ranks}), None
+        )
+        if called is None or self.verdict.pieces > 1:
+            return []
+        return old_weights.explain(self.free.yardstick, called, row.name.replace("/", "/0/", 1))
 
     def _lowered(self) -> set[str]:
         """Return the dtypes other than float32 and float64 that the step was computed in."""

@@ -11,6 +11,7 @@ BEGINS = "; it is there when the backward pass begins"
 LATER = "; the backward pass begins without it, so it comes in later, as in the reduction of gradients"
 TOKENS = "that of the mean over all tokens of the global batch"
 MEANS = "that of the mean of the micro batches' means"
+STEPS = "that of the mean of the micro steps' means, each over the tokens of all ranks"
 DP = "the world size or the number of data-parallel ranks"
 ONE_OF_DP = "1 / the world size or 1 / the number of data-parallel ranks"
 GROUPS = "the number of data-parallel ranks or the ranks that see the same samples"
@@ -88,7 +89,7 @@ BUGS = {
         "huggingface/transformers/34373",
     ),
     "MicroStepMeansUnwanted": (
-        "step 1: the gradient is that of the mean of the micro steps' means, each over the tokens of all ranks, not of the mean over all tokens",
+        f"step 1: the gradient is {STEPS}, not of the mean over all tokens",
         NAMED,
         1.0,
         None,
@@ -115,9 +116,9 @@ BUGS = {
         "",
     ),
     "CountOfOneMicroBatch": (
-        "step 1: the micro batches count 0.5189, 0.5222, 0.527 (rank 0); 0.4811, 0.4778, 0.473 (rank 1), which is no known mean",
-        UNEXPLAINED,
-        None,
+        f"step 1: the gradient is 3 times {STEPS}, which is the micro batches of a rank{BEGINS}; it may also be a number in the loss",
+        NAMED,
+        3.0,
         "verl-project/verl/3332",
     ),
     "CountOfTheLast": (
@@ -247,7 +248,7 @@ BUGS = {
         "",
     ),
     "ShardsNotReduced": (
-        f"step 1: a weighted sum of the micro batches' gradients leaves 0.71 of a typical gradient, which is no known mean (nearest: 0.9926 x {MEANS[8:]}); {OWN_SHARDS}",
+        f"step 1: a weighted sum of the micro batches' gradients leaves 0.71 of a typical gradient, which is no known mean (nearest: 0.9926 x {STEPS[8:]}); {OWN_SHARDS}",
         NAMED,
         None,
         "pytorch/torchtitan/577",

@@ -136,6 +136,8 @@ WRONG = {
     "DocumentsMixedElsewhere": "step 1: documents that are packed in a row see each other: logits from position 4, where documents change, depend",
     "SparseApart": "step 1: gradients differ between ranks that hold the same: table.weight on rank 1; they were not reduced",
     "AutocastOnOneRank": "step 1: micro batch 0 of rank 0 is computed in torch.bfloat16, micro batch 0 of rank 1 without autocast",
+    "AutocastOfTheLoop": "step 2: body computes with body.weight and body.bias from before the update of step 1, as where a copy or a cache is kept",
+    "OneWeightCopied": "step 2: two computes with two.weight from before the update of step 1, as where a copy or a cache is kept",
     "ShiftedTwice": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
     "ShiftedTwiceInColumns": "step 1: each position is trained to give the token after the next one: labels are shifted twice",
     "NotShifted": "step 1: each position is trained to give the token itself: labels are not shifted",
