@@ -377,7 +377,7 @@ def shard_over_tp(model: "PreTrainedModel", tp_mesh: DeviceMesh, *, sequence_par
         labels: torch.Tensor,
         vocab_size: int,
         shift_labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **_: Any,
     ) -> torch.Tensor:
         local_logits = logits.to_local(grad_placements=logits.placements)

@@ -45,7 +45,10 @@ def own_queries_only(case: Case) -> Cause | None:
     wrong = set(places_of(wrong_elements(case, own, right), dims[0]))
     owner = case.cp_rank_of(own.shape[dims[0]]).tolist()
     # By rank, the last position of any other rank
-    last = {rank: max(place for place, other in enumerate(owner) if other != rank) for rank in set(owner)}
+    last = {
+        rank: max((place for place, other in enumerate(owner) if other != rank), default=-1)
+        for rank in set(owner)
+    }
     seen = {place for place, rank in enumerate(owner) if place < last[rank]}
     # Positions of whole ranks would say less: any error of these ranks alone is at these positions.
     of_ranks = {owner[place] for place in wrong}

@@ -31,9 +31,10 @@ AXES = {
 
 def outputs_exchanged(case: Case) -> Cause | None:
     """At least half of the wrong samples, positions or heads have the values of others."""
-    own, right, dims = case.own(case.first), case.right(case.first), samples_and_positions(case)
+    own = case.own(case.first)
     if own.numel() > MANY:
         return None
+    right, dims = case.right(case.first), samples_and_positions(case)
     heads = heads_of(case, own)
     if heads:
         own, right = (tensor.unflatten(-1, (heads, -1)) for tensor in (own, right))

@@ -111,7 +111,8 @@ def _one_replica_only(case: Case, known: list[recompute.Contributions], size: in
 def uneven_samples(case: Case) -> Cause | None:
     """Every wrong gradient is right except for the weights of the micro batches in it.
 
-    If fewer than half of the gradients are wrong, the weights must be unequal: one factor may be anything.
+    The cause is another if some are reduced over a part of the ranks. If fewer than half of the gradients are wrong, the weights must be
+    unequal: one factor may be anything.
     """
     if case.wrong("backward"):
         return None

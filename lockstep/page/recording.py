@@ -93,7 +93,11 @@ def _found_out(recording: Recording, model: torch.nn.Module) -> list[tuple[str, 
     precision = [
         *(f"weights in {parameter.dtype}" for parameter in model.parameters()),
         *(f"autocast to {micro_batch.autocast}" for micro_batch in micro if micro_batch.autocast),
-        *(f"FSDP2 computes in {micro_batch.param_dtype}" for micro_batch in micro if micro_batch.param_dtype),
+        *(
+            f"weights computed in {dtype}"
+            for micro_batch in micro
+            for dtype in sorted(micro_batch.param_dtypes)
+        ),
     ]
     groups = {tuple(group) for record in records for group in record.groups if len(group) > 1}
     how = (

@@ -155,7 +155,7 @@ class _Pair:
         weights = [_dtypes(recording) for recording in self.pair]
         computed = [
             {
-                micro_batch.record.autocast or micro_batch.record.param_dtype or " and ".join(sorted(dtypes))
+                micro_batch.record.autocast or " and ".join(sorted(micro_batch.record.param_dtypes or dtypes))
                 for micro_batch in micro_batches
             }
             for micro_batches, dtypes in zip(called, weights, strict=True)

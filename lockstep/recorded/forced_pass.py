@@ -11,8 +11,9 @@ import torch
 
 from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
-from lockstep.recorded.model import dtype_of, policy_of
+from lockstep.recorded.model import dtype_of
 from lockstep.recorded.model_pass import ModelPass
+from lockstep.recorded.reduced import dtypes_of, reduced
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
@@ -21,7 +22,7 @@ from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
-from lockstep.verdict.normalisation import Gradients, Sum, accumulated
+from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.rows import StepVerdict
 
 
@@ -35,8 +36,7 @@ class ForcedPass:
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
-        # Of each micro batch: the gradient that arrived at its loss
-        self.arrived: list[float] = []
+        self.arrived: list[float] = []  # what its gradients are divided by
         self.of_loss = 0.0  # the machine epsilon of the coarsest dtype that a loss has
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
@@ -130,16 +130,15 @@ class ForcedPass:
             )
         if weights is None:
             return self.modules.with_factors([])
-        dtypes = self._reduce_dtypes(observed)
+        dtypes = dtypes_of(self.reference.recording, observed)
         if by_hand:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
             measured = normalisation.fit(observed, self.yardstick_gradients, clipped).weights
             weights = weights * ((measured * weights).sum() / weights.square().sum())
         weights = self._measured(observed, weights, clipped, dtypes)
         reference = Sum(observed, self.reference_gradients, weights, clipped)
-        yardstick = accumulated(
-            Sum(observed, self.yardstick_gradients, weights, clipped), dtypes, self._scale(weights)
-        )
+        terms = Sum(observed, self.yardstick_gradients, weights, clipped)
+        yardstick = reduced(terms, dtypes, weights, self.arrived, self.verdict.shares)
         rows = self.verdict.judged(
             observed,
             reference,
@@ -150,24 +149,6 @@ class ForcedPass:
             zeros=zeros,
         )
         return self.modules.with_factors(rows)
-
-    def _scale(self, weights: torch.Tensor) -> float:
-        """Return how many times as large the run's gradients were when they were summed, to a power of two: the scale of a loss in float16."""
-        times = (torch.tensor(self.arrived, dtype=torch.float64) / weights).abs()
-        known = times[times.isfinite() & (times > 0)]
-        return float(known.median().log2().round().exp2()) if len(known) else 1.0
-
-    def _reduce_dtypes(self, observed: Gradients) -> dict[str, torch.dtype]:
-        """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""
-        recording = self.reference.recording
-        micro_batch = recording.steps[0][0].micro_batches[0]
-        initial = {name: parameter.dtype for name, parameter in recording.parameters.items()}
-        dtypes = {}
-        for name in observed:
-            policy = policy_of(name, micro_batch.policies)
-            dtype = policy.reduce or policy.param if policy else micro_batch.param_dtype
-            dtypes[name] = dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=_eps)
-        return dtypes
 
     def _measured(
         self,

@@ -23,7 +23,6 @@ from lockstep.verdict.normalisation import (
     PIECE_MEAN,
     RANK_MEAN,
     SUM,
-    TOKEN_MEAN,
     Fit,
     Named,
     Sum,
@@ -151,8 +150,10 @@ class LossWeights:
             verdict.wrong.append(
                 "the gradient is that of the mean of the means of the pieces that samples are cut into: a token counts less in a piece with more of them"
             )
-        elif expect not in (None, named.weighting.name) and (
-            len(candidates) > 1 or named.weighting is not candidates[0]
+        elif (
+            expect is not None
+            and expect not in (named.weighting.name, *named.weighting.others)
+            and (len(candidates) > 1 or named.weighting is not candidates[0])
         ):
             verdict.wrong.append(f"the gradient is that of {named.weighting.label}, not of {LABELS[expect]}")
         if named.weighting is not candidates[0]:
@@ -323,7 +324,7 @@ class LossWeights:
                 means.append(Weighting(RANK_MEAN, label, ones / self.verdict.shares / self.verdict.pieces))
             return [1] * len(self.micro), ones, means
         if not all(tokens):
-            if expect == TOKEN_MEAN:
+            if expect not in (None, MICRO_MEAN):
                 raise UserError(
                     f"--expect {expect}: the loss that the model returns is no mean of a cross-entropy over labels among its inputs, so its tokens are not known"
                 )

@@ -23,6 +23,7 @@ from lockstep.recorded.model import tf32_of
 from lockstep.recorded.other_stages import OtherStages
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
+from lockstep.recorded.reduced import dtypes_of, reduced
 from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
@@ -302,7 +303,7 @@ class _Step:
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
         losses = len(self.micro)
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
-        yardstick = Sum(self.gradients, columns_of(self.free.yardstick_results), fitted.weights, self.clipped)
+        yardstick = self._yardstick(fitted.weights)
         self.calls.judge_samples()
         if not self.free.losses_first:
             self.free.judge_losses()
@@ -317,9 +318,7 @@ class _Step:
                 self.rank_checks, self.free.reference_results, made_of, elsewhere, norm, beside, self.others
             )
             loss_weights = weighed.judge(fitted, again, expect)
-            yardstick = Sum(
-                self.gradients, columns_of(self.free.yardstick_results), loss_weights, self.clipped
-            )
+            yardstick = self._yardstick(loss_weights)
             self.norm_problems, nominal = weighed.norm_problems, weighed.nominal
             self.by_hand = weighed.by_hand != 1
             counts = Counts(self.rank_checks, self.gradients, self.clipped, columns, weighed)
@@ -353,6 +352,15 @@ class _Step:
         if 2 * sum(row.too_far for row in rows) > len(rows):
             verdict.wrong[after_modules:after_modules] = self.rank_checks.clipped_apart()
         return nominal, after_modules
+
+    def _yardstick(self, weights: torch.Tensor) -> Gradients:
+        """Return the gradients of the yardstick for these weights of losses and terms, rounded as in the run where it sums in 16 bits."""
+        terms = Sum(self.gradients, columns_of(self.free.yardstick_results), weights, self.clipped)
+        dtypes = dtypes_of(self.recording, self.gradients)
+        if all(torch.finfo(dtype).bits > 16 for dtype in dtypes.values()):
+            return terms
+        arrived = [result.arrived for result in self.free.reference_results]
+        return reduced(terms, dtypes, weights[: len(arrived)], arrived, self.verdict.shares)
 
     def _means_of_ranks(self) -> dict[str, torch.Tensor]:
         """Return the means over the ranks of gradients that were not reduced; none if they were clipped since."""
@@ -461,8 +469,8 @@ class _Step:
     def _lowered(self) -> set[str]:
         """Return the dtypes other than float32 and float64 that the step was computed in."""
         about = self.micro[0].record
-        names = {about.autocast, about.param_dtype, *(str(grad.dtype) for grad in self.gradients.values())}
-        names |= {policy.param for policy in about.policies.values()}
+        names = {about.autocast, *about.param_dtypes, *(str(grad.dtype) for grad in self.gradients.values())}
+        names |= {policy.reduce for policy in about.policies.values()}
         return {name for name in names if name is not None} - {"torch.float32", "torch.float64"}
 
     def _missing(self, weights: Gradients) -> list[str]:

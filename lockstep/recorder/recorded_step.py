@@ -41,12 +41,12 @@ class SeenLoss(Strict):
 
 
 class Policy(Strict):
-    """FSDP2's dtypes of a module; None: as it is."""
+    """FSDP2's dtypes of a module. None: left as it is."""
 
-    param: Name | None  # which its weights are computed in
-    reduce: Name | None  # which their gradients are reduced in, if not in `param`
-    input: Name | None  # which what the module is called with is cast to
-    output: Name | None  # which what it returns is cast to
+    param: Name | None  # of its weights in both passes
+    reduce: Name | None  # of their gradients while they are reduced; None: as `param`
+    input: Name | None  # arguments are cast to it
+    output: Name | None  # results are cast to it
 
 
 class MicroBatchRecord(Strict):
@@ -60,7 +60,7 @@ class MicroBatchRecord(Strict):
     left_out: list[Name]  # what is not recorded, and why
     autocast: Name | None  # the dtype
     dropouts: int = 0  # calls of dropout that left elements out which a CPU would not
-    param_dtype: Name | None = None  # which FSDP2 computes the model itself in, or DeepSpeed
+    param_dtype: Name | None = None  # of the weights in both passes, as DeepSpeed has them
     policies: dict[str, Policy] = {}  # module, "" the model itself -> what FSDP2 does with it
     used: bool  # whether a gradient arrived at what the model returned
     # The module whose output the loss uses, though the model does not return it; "": a tensor of no module
@@ -89,6 +89,11 @@ class MicroBatchRecord(Strict):
     attributes: dict[Name, Any] = {}
     # The order of a tensor's dims in memory, if it is not the usual one
     orders: dict[Name, list[Whole]] = {}
+
+    @property
+    def param_dtypes(self) -> set[str]:
+        """The dtypes that FSDP2 or DeepSpeed gives weights in both passes, if other than their own."""
+        return {name for name in (self.param_dtype, *(one.param for one in self.policies.values())) if name}
 
 
 class Clip(Strict):

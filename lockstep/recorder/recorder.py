@@ -303,7 +303,7 @@ class Recorder(Updates):
             "scale": 1.0,
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
-            "param_dtype": policies.get("", {}).get("param"),
+            "param_dtype": None,
             "policies": policies,
             "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},

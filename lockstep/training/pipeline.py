@@ -33,7 +33,6 @@ class Stage(torch.nn.Module):
         self,
         model: "PreTrainedModel",
         units: list[str | int],
-        share: float,
         autocast: bool,
         apart: bool,
     ):
@@ -41,9 +40,8 @@ class Stage(torch.nn.Module):
         self.apart = apart
         names = modules.names_in(model)
         base = model.get_submodule(names.base)
-        self.units, self.share, self.autocast = units, share, autocast
-        # What the sum of losses is divided by, if not by their number
-        self.counted: dict[str, torch.Tensor] = {}
+        self.units, self.autocast = units, autocast
+        self.sums = False  # whether the loss is the sum over labels, not their mean
         self.config, self.loss_function = model.config, model.loss_function
         self.numbers = [unit for unit in units if isinstance(unit, int)]
         layers = model.get_submodule(names.layers)
@@ -60,7 +58,7 @@ class Stage(torch.nn.Module):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss (), divided by `share`.
+        """Token ids (b, S), or hidden states (b, S, hidden) of the stage before -> hidden states, or the loss ().
 
         `labels` are already shifted, `position_ids` (b, S) the positions in the sequence or, if documents are `apart`, in its documents.
         """
@@ -72,10 +70,8 @@ class Stage(torch.nn.Module):
             if self.norm is None or self.head is None:
                 return x
             logits = self.head(self.norm(x))
-            loss = self.loss_function(
-                logits, labels, self.config.vocab_size, shift_labels=labels, **self.counted
-            )
-        return loss / self.share
+            divisor = {"num_items_in_batch": 1} if self.sums else {}
+            return self.loss_function(logits, labels, self.config.vocab_size, shift_labels=labels, **divisor)
 
     def _through_layers(
         self, x: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
@@ -132,6 +128,7 @@ class Pipeline:
         apart: bool = False,
     ):
         self.name, self.micro = schedule, micro
+        self.divisor: float | torch.Tensor = share
         self.group = device_mesh.get_group("pp")
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.device = torch.device(device_mesh.device_type)
@@ -147,7 +144,7 @@ class Pipeline:
             for name, parameter in model.named_parameters()
         }
         units_by_stage = [cuts.units_of(number, self.count, num_layers) for number in self.numbers]
-        self.stages = [Stage(model, units, share, autocast, apart) for units in units_by_stage]
+        self.stages = [Stage(model, units, autocast, apart) for units in units_by_stage]
         self.hidden_size = model.config.hidden_size
         _keep(model, names, [unit for units in units_by_stage for unit in units])
         # The head of a tied model has the embedding's weights. On another rank it has a replica of them.
@@ -197,15 +194,16 @@ class Pipeline:
         self.schedule = schedule_class(
             stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
             self.micro,
-            loss_fn=lambda loss, _labels: loss,
-            # True would scale the gradients of earlier micro batches again; the stage divides the loss instead
+            loss_fn=lambda loss, _labels: loss / self.divisor,
+            # True would scale the gradients of earlier batches again
             scale_grads=False,
         )
 
     def divide_by(self, num_labels: torch.Tensor, share: float) -> None:
         """From now on the loss is the sum over labels, divided by `num_labels` and `share`."""
+        self.divisor = num_labels * share
         for stage in self.stages:
-            stage.counted, stage.share = {"num_items_in_batch": num_labels}, share
+            stage.sums = True
 
     def step(
         self,

@@ -27,7 +27,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         first_id: int,
         group: dist.ProcessGroup,
-        num_labels: torch.Tensor | None,
+        num_labels: torch.Tensor | int | None,
     ) -> torch.Tensor:
         """Return the mean loss, or the sum divided by num_labels; float32, shape ().
 
@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
     labels: torch.Tensor,
     first_id: int,
     group: dist.ProcessGroup,
-    num_labels: torch.Tensor | None = None,
+    num_labels: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """Mean cross-entropy over all tokens, equal on every rank of `group`; with `num_labels` the sum divided by it.
 

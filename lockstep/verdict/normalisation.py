@@ -183,16 +183,24 @@ class Sum(UserDict[str, torch.Tensor]):
 def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype], scale: float = 1.0) -> Lazy:
     """Return the sum as a run adds up the gradients of its micro batches: in the dtype of each tensor, rounded each time.
 
-    The run's gradients are `scale` times as large there, a power of two: float16 has few digits for small numbers.
+    The run's gradients are `scale` times as large there, and not yet clipped: float16 has few digits for small numbers.
     """
 
     def make(name: str) -> torch.Tensor:
         # Half of the sums of two numbers of 16 bits lie between two such numbers. So the terms are rounded, too, and as many sums are
         # rounded up as down.
+        times = scale / terms.factors.get(name, 1.0)
         rounded = [
-            (column[name].double() * (scale * weight)).to(dtypes[name]) for weight, column in terms.of(name)
+            (column[name].double() * (times * weight)).to(dtypes[name]) for weight, column in terms.of(name)
         ]
-        return functools.reduce(torch.add, rounded).double() / scale if rounded else terms[name]
+        if not rounded:
+            return terms[name]
+        total = functools.reduce(torch.add, rounded)
+        if (
+            not total.isfinite().all()
+        ):  # the run, whose gradients are finite, summed in a wider dtype, as FSDP2 may
+            total = functools.reduce(torch.add, [one.double() for one in rounded])
+        return total.double() / times
 
     return Lazy(terms, make)
 
@@ -219,6 +227,7 @@ class Weighting:
     name: str
     label: str
     weights: torch.Tensor  # of the micro batches' sums over tokens
+    others: set[str] = field(default_factory=set)  # names of others that are equal here
 
 
 TOKEN_MEAN, RANK_MEAN, STEP_MEAN, MICRO_MEAN = "token-mean", "rank-mean", "micro-step-mean", "micro-mean"
@@ -233,17 +242,16 @@ LABELS = {
 
 
 def known(tokens: list[int], shares: list[int], numbers: list[int]) -> list[Weighting]:
-    """Return the weightings that libraries have. Of equal ones, only the first is returned.
+    """Return the weightings that libraries have. Of equal ones, the first is returned, which has the names of the others.
 
     `tokens[i]` is the number of tokens of micro batch i, `shares[i]` the share of the samples (data-parallel rank) that it is of, and
-    `numbers[i]` its number in this share. Where samples are cut, i counts the pieces: `numbers[i]` is then that of the whole. The mean of
-    the pieces' means is the last weighting.
+    `numbers[i]` its number in this share. Where samples are cut, i counts the pieces, and pieces of the same samples have one number.
     """
     n = torch.tensor(tokens, dtype=torch.float64)
 
     def mean_of_means(groups: list) -> torch.Tensor:
-        of_group = {group: float(n[[other == group for other in groups]].sum()) for group in groups}
-        return torch.tensor([1 / of_group[group] / len(of_group) for group in groups], dtype=torch.float64)
+        totals = torch.stack([n[[other == group for other in groups]].sum() for group in groups])
+        return 1 / totals / len(set(groups))
 
     weights_by_name = {
         TOKEN_MEAN: torch.ones_like(n) / n.sum(),
@@ -254,7 +262,10 @@ def known(tokens: list[int], shares: list[int], numbers: list[int]) -> list[Weig
     }
     distinct: list[Weighting] = []
     for name, weights in weights_by_name.items():
-        if not any(torch.allclose(weights, other.weights, rtol=1e-12, atol=0) for other in distinct):
+        equal = [one for one in distinct if torch.allclose(weights, one.weights, rtol=1e-12, atol=0)]
+        if equal:
+            equal[0].others.add(name)
+        else:
             distinct.append(Weighting(name, LABELS.get(name, "the mean of the pieces' means"), weights))
     return distinct
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import ROOT, run_ranks
 from stacks import changed, require_recorded, row, run_all
 
 from lockstep import judge, record
@@ -252,12 +252,26 @@ BY_DEEPSPEED = {
 }  # fmt: skip
 
 
+STAGES = "--model_name tiny-qwen2 --pp_size 2 --tp_size 1 --dp_size 1 --batch_size 4 --debug_steps 2 --device cpu --loss_output_dir FOLDER --storage_path FOLDER"
+# The built-in strategy
+BUILT_IN = {
+    "built in": (2, STAGES, {}, "PASS: 2 stages; 2 steps", f"{TOKENS}, clipped"),
+    "built in, completions": (
+        2,
+        f"{STAGES} --labels completion --gradient_accumulation_steps 2 --gradient_sync every",
+        {},
+        "PASS: 2 stages; 2 steps",
+        f"{TOKENS}, clipped",
+    ),
+}
+
+
 OF_EXAMPLES = {
     "pipeline.py": PIPELINES,
     "interleaved_pipeline.py": INTERLEAVED,
     "deepspeed_pipeline.py": BY_DEEPSPEED,
 }
-ALL = PIPELINES | INTERLEAVED | BY_DEEPSPEED
+ALL = PIPELINES | INTERLEAVED | BY_DEEPSPEED | BUILT_IN
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +283,8 @@ def runs(new_folder):
         for example, examples in OF_EXAMPLES.items()
         for name, (ranks, arguments, changes, *_) in examples.items()
     ]
+    script = ROOT / "train_fsdp.py"
+    rows += [row(folder, name, ranks, script, arguments) for name, (ranks, arguments, *_) in BUILT_IN.items()]
     run_all(folder, rows)
     return folder
 

@@ -65,6 +65,7 @@ RIGHT = {
     "LossAfterTheClip": f"{NOT_JUDGED}; the gradient of medians, which the loop's loss alone depends on, is not judged",
     "DrawnElsewhere": NOT_JUDGED,
     "PolicyOfEachModule": NOT_JUDGED,
+    "NearOverflow": NOT_JUDGED,
     "KeepsNone": "",
     **dict.fromkeys(("Checkpointed", "Advantages", "GivesItsBias", "ScaledOwn", "Overflows"), NOT_JUDGED),
     **dict.fromkeys(

@@ -762,6 +762,8 @@ WEIGHED = "out = net(ids).flatten(0, 1); (torch.rand(15) * torch.nn.functional.c
             "that of the mean over all tokens of the global batch\n",
         ),
         ({"loss": MEAN}, ["--expect", "token-mean"], 1, "not of the mean over all tokens"),
+        # Of one rank, the two are equal.
+        ({"loss": MEAN}, ["--expect", "micro-step-mean"], 0, "that of the mean of the micro batches' means"),
         (
             {"loss": FROM_LOGITS.format(by=2)},
             ["--expect", "micro-mean"],
@@ -1032,6 +1034,8 @@ def test_weights_are_measured():
         torch.tensor([3.0, 2.0, 1.0]) / 6, [4, 4, 8], normalisation.known([4, 4, 8], [0, 0, 1], [0, 1, 0])
     )
     assert named.off > 0.1  # negative control: no known mean
+    names = [(one.name, one.others) for one in normalisation.known([4, 8, 4, 8], [0, 0, 1, 1], [0, 1, 0, 1])]
+    assert names == [("token-mean", {"rank-mean"}), ("micro-mean", {"micro-step-mean", "piece-mean"})]
     assert normalisation.explanations(0.375, {"a": 3.0, "b": 8.0}, 1e-6) == ["a / b"]
     assert normalisation.explanations(64.0, {"a": 8.0, "b": 8.0}, 1e-6) == ["a x b"]
     # Such as the square of a temperature that a distillation forgets: two numbers make it by accident, one hardly

@@ -125,12 +125,12 @@ def test_sums_in_16_bits_have_no_factor():
 
 
 def test_sums_in_float16_are_as_large_as_in_the_run():
-    """Negative control: small numbers have few digits, and not those of the run, which are larger by the scale of a loss."""
+    """Negative control: small numbers have few digits, and not those of the run, which are larger by a loss's scale, and clipped later."""
     terms = [(torch.randn(128, 64) * 1e-3).half() for _ in range(2)]
-    own = (terms[0] + terms[1]).double() / 2**14
+    own = (terms[0] + terms[1]).double() / 2**14 / 2**7
     columns = [{"weight": one.double() / 2**14} for one in terms]
-    terms_of = Sum({"weight": own}, columns, torch.ones(2))
-    for scale, is_same in ((2.0**14, True), (1.0, False)):
+    terms_of = Sum({"weight": own}, columns, torch.ones(2), {"weight": 2**-7})
+    for scale, is_same in ((2.0**14, True), (2.0**7, False), (1.0, False)):
         summed = accumulated(terms_of, {"weight": torch.float16}, scale)["weight"]
         assert torch.equal(summed, own) == is_same
 
