@@ -20,6 +20,8 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 FEATURES = 16  # of a place, at least
+NEARLY = 2  # times the least distance: as near, in view of rounding errors
+SAME = 1e-9  # relative difference of elements of the reference that are the same
 ROWS = 1024  # of a matrix, at most, that are held against each other
 # What lies along a dim -> (the axis that cuts it, or sends it on in parts; what the cause is where there is this axis)
 AXES = {
@@ -58,17 +60,23 @@ def outputs_exchanged(case: Case) -> Cause | None:
             # Tensor parallelism moves positions and heads as well.
             is_of_axis = case.mesh.size(axis) > 1 and case.mesh.tp == 1
             name = name if is_of_axis else "pieces exchanged"
-            return Cause(name, f"in {describe(case.path)}, {said}; {rest}")
+            what = "the gradient of " * (case.first.startswith("backward/")) + describe(case.path)
+            return Cause(name, f"in {what}, {said}; {rest}")
     return None
 
 
 def _moved(case: Case, own: torch.Tensor, right: torch.Tensor, places: list[int], dim: int) -> dict[int, int]:
     """Return wrong place along a dim -> the place whose values it has, as exactly as a right tensor matches the reference."""
     of_places, right_of_places = (tensor.movedim(dim, 0).flatten(1) for tensor in (own, right))
-    nearest = torch.cdist(of_places[places], right_of_places).argmin(1).tolist()
+    distances = torch.cdist(of_places[places], right_of_places, compute_mode="donot_use_mm_for_euclid_dist")
     moved = {}
-    for place, source in zip(places, nearest, strict=True):
-        left, error = (float((of_places[place] - right_of_places[other]).norm()) for other in (source, place))
+    for place, row in zip(places, distances, strict=True):
+        left, source = (number.item() for number in row.min(0))
+        error = float(row[place])
+        # Heads that share keys and values may be as near as rounding errors: then it is none of them in particular.
+        others = [other for other in (row <= NEARLY * left).nonzero()[:, 0].tolist() if other != source]
+        if any(not right_of_places[other].allclose(right_of_places[source], SAME, 0) for other in others):
+            continue
         is_zero = float(right_of_places[source].norm()) <= LEFT * error
         if not is_zero and left <= min(LEFT * error, case.rows[case.first].tolerated):
             moved[place] = source

@@ -26,6 +26,7 @@ from lockstep.verdict.distance import (
 )
 from lockstep.verdict.scalars import Norm
 
+FITTED = 12  # parameters whose updates choose the factor of clipping
 SMALL = 1 << 26  # number of elements that are compared in less time than a process pool takes to start
 Found = dict[str, Distance]  # by tensor
 
@@ -94,7 +95,7 @@ def has_update(dump: Dump, step: int, name: str) -> bool:
 
 
 def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
-    """Return the clipping factor that fits the run's own update of one parameter best.
+    """Return the clipping factor that fits the run's own updates best: those of some parameters, since others may be wrong.
 
     Candidates are the factors that libraries use, by the norm that the run recorded and by the exact norm of its gradients.
     """
@@ -104,8 +105,15 @@ def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
     if len(factors) == 1 or not complete or dump.has_own_optimizer:
         return factors[0]
 
+    complete.sort(key=lambda name: math.prod(dump.layout.parameters[name]))
+
     def error(factor: float) -> float:
-        return next(iter(update_distances(dump, initial, norm.step, factor, complete[-1]).values())).error
+        found = (
+            next(iter(update_distances(dump, initial, norm.step, factor, name).values()))
+            for name in complete[:: max(1, len(complete) // FITTED)]
+        )
+        errors = sorted(one.error / one.change for one in found if one.change)
+        return errors[len(errors) // 4] if errors else 0.0
 
     return min(factors, key=error)
 
