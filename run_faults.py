@@ -341,8 +341,7 @@ def name_verdict(causes: list[list[str]], fault: "Fault") -> str:
 def differ(one: "Dump", other: "Dump") -> bool:
     """Whether two dumps hold any different number."""
     return any(
-        one.steps[step]["loss"] != entry["loss"]
-        or one.steps[step]["rank_losses"] != entry["rank_losses"]
+        any(one.steps[step][key] != entry[key] for key in ("loss", "rank_losses", "grad_norm"))
         or any(
             one.steps[step]["tensors"].get(name, {}).get("checksum") != tensor["checksum"]
             for name, tensor in entry["tensors"].items()

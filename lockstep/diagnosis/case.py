@@ -11,6 +11,7 @@ import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.dumps.dump import Dump
+from lockstep.ground.words import and_more
 from lockstep.plan.config import BETAS, EPS
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.rates import rate_of
@@ -320,6 +321,14 @@ class Case:
     def odd_ranks(self, name: str) -> list[int]:
         """Return the ranks whose replica of a shard differs from the one that was written. The written one is judged."""
         return self.entry["replicas_differ"].get(name, [])
+
+    def unjudged_replicas(self, names: Iterable[str]) -> str:
+        """Return which ranks have another replica of these tensors, as the end of a sentence on what was judged; "" if none do."""
+        ranks = sorted({rank for name in names for rank in self.odd_ranks(name)})
+        if not ranks:
+            return ""
+        who = f"ranks {and_more([*map(str, ranks)])} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
+        return f"; {who} another, which was not judged"
 
     # The model
 

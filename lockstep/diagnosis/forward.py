@@ -13,7 +13,6 @@ from torch.nn import functional
 from lockstep.diagnosis import evidence, recompute
 from lockstep.diagnosis.case import LEFT, MOMENTS, Case, describe
 from lockstep.diagnosis.odd import MANY, places_of, wrong_elements
-from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
 SHOWN = 0.01  # radians, at least, of an angle whose cosine shows it
@@ -100,10 +99,9 @@ def other_weights(case: Case) -> Cause | None:
         if key not in case.rows:
             continue
         if _was_wrong(case, name):
-            error, odd_ranks = f"{case.rows[key].distance.relative:.1e}", case.odd_ranks(key)
+            error = f"{case.rows[key].distance.relative:.1e}"
             sentence = f"{name} was off by a relative {error} before the step: its update is right, and the updated weight is not"
-            if odd_ranks:
-                sentence += f"; {_ranks(odd_ranks)} {'have' if len(odd_ranks) > 1 else 'has'} another, which was not judged"
+            sentence += case.unjudged_replicas([key])
             num_wrong = sum(_was_wrong(case, p) or _differed(case, p) for p in case.dump.layout.parameters)
             if num_wrong > 1:
                 sentence += f"; {num_wrong - 1} more weights were off or differed between ranks"
@@ -144,10 +142,6 @@ def _differed(case: Case, parameter: str) -> bool:
     return bool(case.odd_ranks(f"parameter/{parameter}")) and not any(
         map(case.odd_ranks, _update_inputs(parameter))
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {and_more([*map(str, ranks)])}"
 
 
 def earlier_weights(case: Case) -> Cause | None:

@@ -220,7 +220,8 @@ def one_factor(case: Case) -> Cause | None:
         held = "the parameters that every tp rank holds"
         return Cause(name, f"only the gradients of {held} are {times} they should be")
     if "tp" not in names or names == ["tp"]:
-        return Cause(name, f"the gradient of {listed(_wrong(case))} is {times} it should be")
+        others = case.unjudged_replicas(row.name for row in wrong)
+        return Cause(name, f"the gradient of {listed(_wrong(case))} is {times} it should be{others}")
     return None
 
 

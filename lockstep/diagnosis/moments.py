@@ -165,7 +165,8 @@ def moments_lost(case: Case) -> Cause | None:
     if not all(case.explains(name, case.fresh(name)) for name in wrong):
         return None
     return Cause(
-        "moments lost", f"{listed(wrong)}: they are those of a first step; what they had accumulated is lost"
+        "moments lost",
+        f"{listed(wrong)}: they are those of a first step; what they had accumulated is lost{case.unjudged_replicas([case.first])}",
     )
 
 

@@ -112,10 +112,12 @@ def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
             next(iter(update_distances(dump, initial, norm.step, factor, name).values()))
             for name in complete[:: max(1, len(complete) // FITTED)]
         )
-        errors = sorted(one.error / one.change for one in found if one.change)
-        return errors[len(errors) // 4] if errors else 0.0
+        relative = sorted(one.error / one.change for one in found if one.change)
+        return relative[len(relative) // 4] if relative else 0.0
 
-    return min(factors, key=error)
+    errors = [error(factor) for factor in factors]
+    # If updates are wrong whatever the factor, another one than torch's is nearer by chance.
+    return factors[errors.index(min(errors))] if min(errors) < 0.9 * errors[0] else factors[0]
 
 
 def verify(items: list[tuple[Dump, int, str]]) -> list[float]:

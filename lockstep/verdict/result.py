@@ -265,8 +265,10 @@ class Findings:
         ]
         for step, name, ranks in self.differing:
             if (step, name) not in self.excused:
-                holders = ", ".join(f"rank {rank}" for rank in ranks)
-                wrong.append((step, name, f"is not the same on all ranks that hold it: {holders} differs"))
+                holders = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                wrong.append(
+                    (step, name, f"is not the same on all ranks: {holders} differ{'s' * (len(ranks) == 1)}")
+                )
         wrong += [(step, name, "was not computed") for step, name in self.not_computed]
         wrong += [
             (choice.step, f"forward/{choice.name}", choice.describe())
