@@ -34,12 +34,15 @@ def summary(contents: dict[str, dict]) -> list[str]:
     def share(rows: list[dict], wanted) -> str:
         return f"{sum(map(wanted, rows))} of {len(rows)}"
 
+    def named(word: str):
+        return lambda row: row["caught"] and row["named"] == word
+
     lines = {
         "caught by tensors": SEEN["tensors"],
         "first tensor as foretold": lambda row: row["first_right"],
-        "cause named right": lambda row: row["caught"] and row["named"] == "right",
-        "cause not explained": lambda row: row["caught"] and row["named"] == "not explained",
-        "cause named wrong": lambda row: row["caught"] and row["named"] == "wrong",
+        "cause named right": named("right"),
+        "cause not explained": named("not explained"),
+        "cause named wrong": named("wrong"),
         "missed by the loss curve": lambda row: not SEEN["loss curve"](row),
         "missed by loss curve and gradient norm": lambda row: not SEEN["loss curve or gradient norm"](row),
     }

@@ -13,7 +13,7 @@ from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.model_pass import ModelPass
-from lockstep.recorded.reduced import dtypes_of, reduced
+from lockstep.recorded.reduced import Reduction
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
@@ -36,7 +36,6 @@ class ForcedPass:
         # Of each micro batch
         self.reference_gradients: list[Gradients] = []
         self.yardstick_gradients: list[Gradients] = []
-        self.arrived: list[float] = []  # what its gradients are divided by
         self.of_loss = 0.0  # the machine epsilon of the coarsest dtype that a loss has
         # Modules whose outputs the run does not have, in order of execution
         self.unseen: dict[str, None] = {}
@@ -106,7 +105,6 @@ class ForcedPass:
         self.modules.add(micro_batch.number, micro_batch.ranks, of_rank, reference, yardstick)
         self.reference_gradients.append(reference.gradients)
         self.yardstick_gradients.append(yardstick.gradients)
-        self.arrived.append(reference.arrived)
 
     def judge(
         self,
@@ -114,6 +112,7 @@ class ForcedPass:
         weights: torch.Tensor | None,
         clipped: dict[str, float],
         zeros: Collection[str],
+        reduction: Reduction,
         *,
         by_hand: bool,
     ) -> list[Judgement]:
@@ -121,8 +120,8 @@ class ForcedPass:
 
         `observed` are the recorded gradients, whole, in their own dtypes. `weights` are those that the micro batches' losses have in
         them, before they are multiplied by `clipped`, the factors of clipping; None if the weights are not known: then gradients are not
-        judged, as a weight that is a little off would be seen in each. `zeros` are the rows that are zero in a free pass. `by_hand`: the
-        loop clipped by itself, too.
+        judged, as a weight that is a little off would be seen in each. `zeros` are the rows that are zero in a free pass. `reduction` is
+        how the run summed the gradients. `by_hand`: the loop clipped by itself, too.
         """
         if self.unseen:
             self.verdict.notes.append(
@@ -130,22 +129,21 @@ class ForcedPass:
             )
         if weights is None:
             return self.modules.with_factors([])
-        dtypes = dtypes_of(self.reference.recording, observed)
         if by_hand:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
             measured = normalisation.fit(observed, self.yardstick_gradients, clipped).weights
             weights = weights * ((measured * weights).sum() / weights.square().sum())
-        weights = self._measured(observed, weights, clipped, dtypes)
+        weights = self._measured(observed, weights, clipped, reduction.dtypes)
         reference = Sum(observed, self.reference_gradients, weights, clipped)
         terms = Sum(observed, self.yardstick_gradients, weights, clipped)
-        yardstick = reduced(terms, dtypes, weights, self.arrived, self.verdict.shares)
+        yardstick = reduction.rounded(terms, weights)
         rows = self.verdict.judged(
             observed,
             reference,
             yardstick,
             kind="gradient/",
             factors=self.factors,
-            dtypes=dtypes,
+            dtypes=reduction.dtypes,
             zeros=zeros,
         )
         return self.modules.with_factors(rows)

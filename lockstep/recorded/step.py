@@ -23,7 +23,7 @@ from lockstep.recorded.model import tf32_of
 from lockstep.recorded.other_stages import OtherStages
 from lockstep.recorded.own_loss import Loss
 from lockstep.recorded.ranks import Ranks
-from lockstep.recorded.reduced import dtypes_of, reduced
+from lockstep.recorded.reduced import Reduction
 from lockstep.recorder.micro_batch import LOG_PROBS, data_parallel_shares
 from lockstep.recorder.recording import Recording
 from lockstep.verdict import draws, normalisation
@@ -302,6 +302,8 @@ class _Step:
         columns = columns_of(self.free.reference_results)
         made_of = functools.partial(Sum, self.gradients, columns, factors=self.clipped)
         losses = len(self.micro)
+        arrived = [result.arrived for result in self.free.reference_results]
+        self.reduction = Reduction(self.recording, self.gradients, arrived, verdict.shares)
         fitted = normalisation.fit(self.gradients, columns, self.clipped, losses=losses)
         yardstick = self._yardstick(fitted.weights)
         self.calls.judge_samples()
@@ -356,11 +358,9 @@ class _Step:
     def _yardstick(self, weights: torch.Tensor) -> Gradients:
         """Return the gradients of the yardstick for these weights of losses and terms, rounded as in the run where it sums in 16 bits."""
         terms = Sum(self.gradients, columns_of(self.free.yardstick_results), weights, self.clipped)
-        dtypes = dtypes_of(self.recording, self.gradients)
-        if all(torch.finfo(dtype).bits > 16 for dtype in dtypes.values()):
-            return terms
-        arrived = [result.arrived for result in self.free.reference_results]
-        return reduced(terms, dtypes, weights[: len(arrived)], arrived, self.verdict.shares)
+        return (
+            self.reduction.rounded(terms, weights[: len(self.micro)]) if self.reduction.in_16_bits else terms
+        )
 
     def _means_of_ranks(self) -> dict[str, torch.Tensor]:
         """Return the means over the ranks of gradients that were not reduced; none if they were clipped since."""
@@ -439,7 +439,12 @@ class _Step:
         }
         zeros = zeros_of(distances, entries, self.verdict.precision)
         rows = self.free.alone.judge(
-            self.gradients, nominal if is_known else None, self.clipped, zeros, by_hand=self.by_hand
+            self.gradients,
+            nominal if is_known else None,
+            self.clipped,
+            zeros,
+            self.reduction,
+            by_hand=self.by_hand,
         )
         self.verdict.alone = rows
         far_gradients.say(self.verdict, self.ranks[0].hooked_parameters, self.counted)
@@ -462,7 +467,7 @@ class _Step:
         called = next(
             (called for called in self.micro if called.number == 0 and ranks & {*called.ranks}), None
         )
-        if called is None or self.verdict.pieces > 1:
+        if called is None or self.verdict.pieces > 1 or self.verdict.step == 1:
             return []
         return old_weights.explain(self.free.yardstick, called, row.name.replace("/", "/0/", 1))
 

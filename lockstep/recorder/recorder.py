@@ -285,7 +285,6 @@ class Recorder(Updates):
             if previous != self.buffers[name]:
                 self.kept.keep_shard(f"buffer/{number}/{wrapped.clean(name)}", buffer)
         self.hooks.begin(number)
-        policies = parallelism.policies(self.model)
         about: dict[str, Any] = {
             "tensors": [],
             "plain": {},
@@ -303,8 +302,7 @@ class Recorder(Updates):
             "scale": 1.0,
             "autocast": None,
             "dropouts": 0,  # calls of dropout whose random numbers a CPU does not draw
-            "param_dtype": None,
-            "policies": policies,
+            "policies": parallelism.policies(self.model),
             "orders": {},
             "attributes": {name: value for name, (value, _) in changed.items()},
             "evaluated": [

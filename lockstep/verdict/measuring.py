@@ -104,7 +104,6 @@ def fitting_clip(dump: Dump, initial: Dump, norm: Norm) -> float:
     complete = [name for name in dump.layout.model.trained if has_update(dump, norm.step, name)]
     if len(factors) == 1 or not complete or dump.has_own_optimizer:
         return factors[0]
-
     complete.sort(key=lambda name: math.prod(dump.layout.parameters[name]))
 
     def error(factor: float) -> float:

@@ -196,9 +196,8 @@ def accumulated(terms: Sum, dtypes: Mapping[str, torch.dtype], scale: float = 1.
         if not rounded:
             return terms[name]
         total = functools.reduce(torch.add, rounded)
-        if (
-            not total.isfinite().all()
-        ):  # the run, whose gradients are finite, summed in a wider dtype, as FSDP2 may
+        # The run, whose gradients are finite, then summed in a wider dtype, as FSDP2 may.
+        if not total.isfinite().all():
             total = functools.reduce(torch.add, [one.double() for one in rounded])
         return total.double() / times
 
