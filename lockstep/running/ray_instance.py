@@ -205,6 +205,12 @@ def ended_by(*numbers: int) -> None:
         signal.signal(number, _end)
 
 
+def _leave_nothing(folder: str) -> None:
+    """End this process before it has started anything."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
 def _hold_local_ray() -> int:
     """Start a local Ray instance, print its address, and keep it until SIGUSR1 or the end of the parent process."""
     parent = os.environ.get("LOCKSTEP_PARENT")
@@ -222,7 +228,10 @@ def _hold_local_ray() -> int:
             f"RAY_TMPDIR: {temporary}: {error.strerror}; name a folder that can be written"
         ) from error
     os.environ["RAY_TMPDIR"] = folder
+    # A half imported Ray cannot leave in order: it registers a callback of the interpreter's end, which imports Ray again.
+    signal.signal(signal.SIGUSR1, lambda *_: _leave_nothing(folder))
     ray = import_ray("ray")
+    ended_by(signal.SIGUSR1)
     try:
         connect(ray)
         print(ray.get_runtime_context().gcs_address, flush=True)

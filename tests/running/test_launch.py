@@ -105,6 +105,26 @@ def test_a_ray_instance_that_ends_in_a_callback_says_nothing():
     assert done.stderr.count("Exception ignored") == 1 and done.stderr.endswith("ValueError: shown\n")
 
 
+# The signal arrives while Ray is imported, when it has just registered its callback of the interpreter's end.
+ENDED_IN_AN_IMPORT = """
+import atexit, os, runpy, signal
+register = atexit.register
+def registered(callback, *arguments, **options):
+    register(callback, *arguments, **options)
+    if callback.__module__ == "ray._private.worker":
+        print("arrived", flush=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+atexit.register = registered
+runpy.run_module("lockstep.running.ray_instance", run_name="__main__")
+"""
+
+
+def test_a_ray_instance_that_ends_while_it_is_imported_says_and_leaves_nothing(tmp_path):
+    done = completed([sys.executable, "-c", ENDED_IN_AN_IMPORT], env=environment(RAY_TMPDIR=str(tmp_path)))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "arrived\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def launcher(command, folder, *arguments):
     small = ["--batch_size", "2", "--seq_length", "32", "--debug_steps", "3"]
     result = completed(
