@@ -3,34 +3,10 @@
 import torch
 
 from lockstep.diagnosis import recompute
-from lockstep.diagnosis.case import LEFT, Case, describe
+from lockstep.diagnosis.case import Case, describe
 from lockstep.diagnosis.gradients import some_known
 from lockstep.diagnosis.odd import numbered, places_of, samples_and_positions, wrong_elements
 from lockstep.verdict.result import Cause
-
-
-def mask_of_own_positions(case: Case) -> Cause | None:
-    """With context parallelism, the causal mask counts the positions of each rank alone: its first one sees the first key only."""
-    attention = case.path.rpartition(".o_proj.input")[0]
-    values = f"forward/{attention}.v_proj"
-    first_of_ranks = [pieces[0][0] for pieces in case.pieces if pieces[0][0]]
-    if not attention or not first_of_ranks or not case.has(values) or case.is_wrong(values):
-        return None
-    own, right, values_of_heads = (
-        tensor.unflatten(-1, (-1, case.head_size))
-        for tensor in (case.own(case.first), case.right(case.first), case.own(values))
-    )
-    values_of_heads = values_of_heads.repeat_interleave(own.shape[2] // values_of_heads.shape[2], 2)
-    for place in first_of_ranks:
-        error = float((own - right)[:, place].norm())
-        left = float((own[:, place] - values_of_heads[:, 0]).norm())
-        if not left <= min(LEFT * error, case.rows[case.first].tolerated):
-            return None
-    return Cause(
-        "context parallelism",
-        f"at {numbered('position', first_of_ranks)}, the first of {'a cp rank' if len(first_of_ranks) == 1 else 'their cp ranks'}, "
-        "attention is the value at position 0, as recomputed: the mask counts the positions of each rank from 0",
-    )
 
 
 def own_queries_only(case: Case) -> Cause | None:
@@ -83,6 +59,5 @@ def one_cp_rank_only(case: Case) -> Cause | None:
     return None
 
 
-FORWARD_RULES = (mask_of_own_positions,)
 BACKWARD_RULES = (own_queries_only,)
 GRADIENT_RULES = (one_cp_rank_only,)

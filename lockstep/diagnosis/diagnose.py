@@ -9,7 +9,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lockstep.diagnosis import backward, context, exchanged, forward, gradients, loss, moments, odd, update
+from lockstep.diagnosis import (
+    backward,
+    context,
+    exchanged,
+    forward,
+    gradients,
+    loss,
+    moments,
+    odd,
+    update,
+)
 from lockstep.diagnosis.case import LEFT, Case, NotCaptured, describe
 from lockstep.dumps.dump import Dump
 from lockstep.plan.contract import ON_RANK
@@ -29,9 +39,7 @@ class Stage:
 
 STAGES = {
     "batch": Stage(("batch",), forward.BATCH_RULES),
-    "forward": Stage(
-        ("forward",), (*forward.FORWARD_RULES, *context.FORWARD_RULES, exchanged.outputs_exchanged)
-    ),
+    "forward": Stage(("forward",), forward.FORWARD_RULES),
     "loss": Stage((), loss.LOSS_RULES),
     "backward": Stage(
         ("backward",), (*backward.BACKWARD_RULES, *context.BACKWARD_RULES, exchanged.outputs_exchanged)

@@ -22,6 +22,7 @@ from lockstep.verdict.result import Cause
 FEATURES = 16  # of a place, at least
 NEARLY = 2  # times the least distance: as near, in view of rounding errors
 SAME = 1e-9  # relative difference of elements of the reference that are the same
+DISTANCES = 1 << 26  # between rows of the embedding, at most
 ROWS = 1024  # of a matrix, at most, that are held against each other
 # What lies along a dim -> (the axis that cuts it, or sends it on in parts; what the cause is where there is this axis)
 AXES = {
@@ -97,6 +98,35 @@ def _spans(word: str, moved: dict[int, int]) -> list[str]:
         f"the values of {numbered(word, range(source, source + length))}"
         for place, source, length in spans
     ]
+
+
+def other_rows(case: Case) -> Cause | None:
+    """The embedding looks up the rows of other ids."""
+    if case.path != case.names.embedding or not case.has("batch/input_ids"):
+        return None
+    own, right, weight = (
+        case.own(case.first),
+        case.right(case.first),
+        case.before(case.names.embedding_weight),
+    )
+    ids, is_wrong = case.own("batch/input_ids").long(), wrong_elements(case, own, right).any(-1)
+    wrong_ids, of_token = ids[is_wrong].unique(return_inverse=True)
+    if not len(wrong_ids) or len(wrong_ids) * len(weight) > DISTANCES:
+        return None
+    found = torch.empty(len(wrong_ids), own.shape[-1], dtype=own.dtype)
+    found[of_token] = own[is_wrong]
+    sources = torch.cdist(found, weight).argmin(1)
+    value = right.clone()
+    value[is_wrong] = weight[sources[of_token]]
+    if not case.explains(case.first, value):
+        return None
+    shifts = (sources - wrong_ids).unique().tolist()
+    before = f"the rows {abs(shifts[0])} {'after' if shifts[0] > 0 else 'before'} their own"
+    what = before if len(shifts) == 1 else f"other rows, such as row {int(sources[0])}"
+    first, last = int(wrong_ids[0]), int(wrong_ids[-1])
+    return Cause(
+        "pieces exchanged", f"{len(wrong_ids)} ids from {first} to {last} have {what}, as recomputed"
+    )
 
 
 def tensors_exchanged(case: Case) -> Cause | None:

@@ -4,28 +4,13 @@ A rule is a function of a Case that returns a cause, or None. Its docstring says
 on convincing evidence: a value that was recomputed from the dump and is what the run has.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
-from torch.nn import functional
 
-from lockstep.diagnosis import evidence, recompute
-from lockstep.diagnosis.case import LEFT, MOMENTS, Case, describe
-from lockstep.diagnosis.odd import MANY, places_of, wrong_elements
+from lockstep.diagnosis import attention, evidence, exchanged, modules, recompute
+from lockstep.diagnosis.case import MOMENTS, Case, describe
 from lockstep.verdict.result import Cause
 
 SHOWN = 0.01  # radians, at least, of an angle whose cosine shows it
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "the tanh approximation of gelu": functools.partial(functional.gelu, approximate="tanh"),
-    "gelu by a sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
-    "the square of relu": lambda x: torch.relu(x).square(),
-    "tanh": torch.tanh,
-    "a sigmoid": torch.sigmoid,
-}
 
 
 def batch(case: Case) -> Cause:
@@ -144,90 +129,6 @@ def _differed(case: Case, parameter: str) -> bool:
     )
 
 
-def earlier_weights(case: Case) -> Cause | None:
-    """A linear layer or a norm computes with the weight that it had before an earlier update."""
-    module = case.path
-    weight, source, bias_name = case.weight_of(module), case.source(module), f"{module}.bias"
-    if weight is None or not case.has(f"forward/{source}"):
-        return None
-    is_norm = len(case.dump.layout.parameters[weight]) == 1
-    bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
-    in_wrong_samples = _in_wrong_samples(case)
-    for step in range(1, case.step):
-        old = case.before(weight, step)
-        if is_norm:
-            value = (case.reference(case.first) - bias) / case.before(weight) * old + bias
-        elif case.is_linear(module):
-            value = case.own(f"forward/{source}") @ (old if case.is_transposed(module) else old.T) + bias
-        else:
-            return None
-        if case.explains(case.first, in_wrong_samples(value)):
-            return Cause(
-                "weights",
-                f"{describe(module)} is computed with {weight} as it was before step {step}, as recomputed: the updates since then do not reach it",
-            )
-    return None
-
-
-def _in_wrong_samples(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of a value of the first wrong tensor that value in the wrong samples, and what is right in all others."""
-    right = case.right(case.first)
-    wrong = places_of(wrong_elements(case, case.own(case.first), right), 0)
-
-    def filled(value: torch.Tensor) -> torch.Tensor:
-        result = right.clone()
-        result[wrong] = value[wrong]
-        return result
-
-    return filled
-
-
-def rounded_operands(case: Case) -> Cause | None:
-    """A linear layer computes with its input, its weight or both rounded to 16 bits, in a run that computes it in float32."""
-    module = case.path
-    weight, source, bias_name = case.weight_of(module), case.source(module), f"{module}.bias"
-    if case.options["precision"] != "fp32" or not case.is_linear(module) or not case.has(f"forward/{source}"):
-        return None
-    assert weight is not None, "it is linear"
-    if case.own(case.first).numel() > MANY:
-        return None
-    w, x = case.before(weight), case.own(f"forward/{source}")
-    w = w if case.is_transposed(module) else w.T
-    bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else 0.0
-    in_wrong_samples = _in_wrong_samples(case)
-    for dtype in (torch.bfloat16, torch.float16):
-        rounded_x, rounded_w = x.to(dtype).double(), w.to(dtype).double()
-        for words, value in (
-            ("input and weight", rounded_x @ rounded_w),
-            ("input", rounded_x @ w),
-            ("weight", x @ rounded_w),
-        ):
-            if case.explains(case.first, in_wrong_samples(value + bias)):
-                name = str(dtype).removeprefix("torch.")
-                return Cause(
-                    "precision",
-                    f"{describe(module)} is computed with its {words} rounded to {name}, in a float32 run",
-                )
-    return None
-
-
-def another_activation(case: Case) -> Cause | None:
-    """A module without weights, such as `act_fn`, is another function of its input."""
-    source = case.source(case.path)
-    if source is None or not case.has(f"forward/{source}"):
-        return None
-    x, own = case.own(f"forward/{source}"), case.own(case.first)
-    if x.shape != own.shape:
-        return None
-    in_wrong_samples = _in_wrong_samples(case)
-    values = {name: in_wrong_samples(function(x)) for name, function in ACTIVATIONS.items()}
-    left = sorted((float((own - value).norm()), name) for name, value in values.items())
-    # In 16 bits, several may explain it.
-    if left[1][0] <= evidence.NEARER * left[0][0] or not case.explains(case.first, values[left[0][1]]):
-        return None
-    return Cause("activation function", f"{describe(case.path)} is {left[0][1]} of its input, as recomputed")
-
-
 def rotary_frequencies(case: Case) -> Cause | None:
     """The cosines or sines of rotary angles are those of other frequencies at the right positions."""
     own, right = case.own(case.first), case.right(case.first)
@@ -265,60 +166,6 @@ def rotary_frequencies(case: Case) -> Cause | None:
             "rotary angles",
             f"{describe(case.path)} has the angles of a theta of {theta**power:.4g}, not {theta:g}, as recomputed",
         )
-    return None
-
-
-def documents_together(case: Case) -> Cause | None:
-    """Attention is wrong only in later documents, and there also at first tokens, which should see only themselves."""
-    if not case.first.endswith(".input") or not case.has("batch/position_ids"):
-        return None
-    positions, row = case.reference("batch/position_ids"), case.rows[case.first]
-    is_wrong = (case.own(case.first) - case.reference(case.first)).abs().amax(-1) > row.tolerated_largest
-    document = (positions == 0).cumsum(1)
-    is_first_token = (positions == 0) & (document > 1)
-    num_hit = int((is_wrong & is_first_token).sum())
-    if bool((is_wrong & (document == 1)).any()) or 2 * num_hit < int(is_first_token.sum()):
-        return None
-    return Cause(
-        "attention mask",
-        f"attention is right in the first document of every sample, and wrong at {num_hit} of {int(is_first_token.sum())} first tokens of later ones, "
-        "which see themselves alone: documents see each other",
-    )
-
-
-def mask_off_by_one(case: Case) -> Cause | None:
-    """The mask lets each position see the next one, or hides it from itself.
-
-    Then attention at position 0, or at position 2, is a mean of the first two values. With a right mask it is the first value, or a
-    mean of three.
-    """
-    attention = case.first.removeprefix("forward/").rpartition(".o_proj.input")[0]
-    name = f"forward/{attention}.v_proj"
-    is_known = attention and case.names.is_on_heads(case.first) and case.has(name) and not case.is_wrong(name)
-    if not is_known or case.own(name).shape[1] < 3:
-        return None
-    own, reference, values = (
-        tensor.unflatten(-1, (-1, case.head_size))
-        for tensor in (case.own(case.first), case.reference(case.first), case.own(name))
-    )
-    values = values.repeat_interleave(own.shape[2] // values.shape[2], 2)
-    # For each head, whether it is wrong anywhere
-    is_wrong = (
-        ((own - reference).abs() > case.rows[case.first].tolerated_largest).flatten(0, 1).any(-1).any(0)
-    )
-    first, second = values[:, 0, is_wrong], values[:, 1, is_wrong]
-    difference = second - first
-    for position, words in ((0, "each position sees the next one"), (2, "no position sees itself")):
-        moved = own[:, position, is_wrong] - first
-        share = (moved * difference).sum(-1) / difference.square().sum(-1)
-        left, error = moved - share[..., None] * difference, (own - reference)[:, position, is_wrong]
-        is_between = is_wrong.any() and bool(((share > 0) & (share < 1)).all())
-        if is_between and float(left.norm()) <= LEFT * float(error.norm()):
-            which = f"heads {', '.join(map(str, is_wrong.nonzero()[:, 0].tolist()))} of {len(is_wrong)}"
-            return Cause(
-                "attention mask",
-                f"in {'every head' if is_wrong.all() else which}, {words}: attention at position {position} is a mean of the values of positions 0 and 1, as recomputed",
-            )
     return None
 
 
@@ -377,13 +224,12 @@ def sum_over_tp(case: Case) -> Cause | None:
 BATCH_RULES = (batch,)
 FORWARD_RULES = (
     dropout,
-    documents_together,
-    mask_off_by_one,
-    earlier_weights,
+    attention.another_way,
     other_weights,
     rounded,
-    rounded_operands,
-    another_activation,
+    modules.another_way,
     rotary_frequencies,
     sum_over_tp,
+    exchanged.other_rows,
+    exchanged.outputs_exchanged,
 )

@@ -32,7 +32,7 @@ def _change_cut(run: Planting, change: Callable[..., tuple[torch.Tensor, ...]]) 
 
 @cp_fault(
     seen_in="NVIDIA-NeMo/Automodel 3508",
-    evidence="at position 16, the first of a cp rank, attention is the value at position 0, as recomputed: the mask counts the positions of each rank from 0",
+    evidence="model.layers.0.self_attn: the mask counts the positions of each cp rank from 0, as recomputed",
     first=ATTENDED,
 )
 def causal_mask_local_to_the_rank(run: Planting) -> Plant:

@@ -107,8 +107,7 @@ def labels_counted_before_the_shift(run: Planting) -> Plant:
     seen_in="huggingface/transformers 46634",
     bug_class="data",
     cause="attention mask",
-    evidence="attention is right in the first document of every sample, and wrong at # of # first tokens of later ones, which see themselves alone: "
-    "documents see each other",
+    evidence="model.layers.0.self_attn: documents see each other, as recomputed",
     first="forward/model.layers.0.self_attn.o_proj.input",
     arguments=("--documents", "apart"),
 )

@@ -125,7 +125,7 @@ def replicas_start_apart(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
-    evidence="...input_layernorm's output is computed with ...input_layernorm.weight as it was before step 1, as recomputed: the updates since then do not reach it",
+    evidence="...input_layernorm's output is computed with ...input_layernorm.weight as it was before step 1, as recomputed",
     step=2,
     first="forward/model.layers.1.input_layernorm",
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),

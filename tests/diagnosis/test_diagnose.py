@@ -760,51 +760,6 @@ def test_a_frozen_weight_that_moved_is_named():
     assert names == ["frozen weights"] and found.causes[0].evidence.endswith("by the step: norm.weight")
 
 
-ATTENDED = "forward/model.layers.0.self_attn.o_proj.input"
-
-
-def masked(diagonal, heads=(0, 2), *, noise=0.0):
-    """A case in which these of 4 heads, 2 of values, see as many positions ahead; position 0 always sees itself."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, 4, 8, 16, generator=generator).double() for _ in range(3))
-    v = v[:, :2].repeat_interleave(2, 1)
-    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    seen = torch.ones(8, 8, dtype=torch.bool).tril(diagonal)
-    seen[0, 0] = True
-    own = reference.clone()
-    own[:, heads] = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)[:, heads]
-    own *= 1 + noise * torch.randn(own.shape, generator=generator)
-    tensors = [one.transpose(1, 2).flatten(2) for one in (own, reference, v[:, ::2])]
-    return SimpleNamespace(
-        first=ATTENDED,
-        own=lambda name: tensors[0 if name == ATTENDED else 2],
-        reference=lambda name: tensors[1],
-        has=lambda name: name == "forward/model.layers.0.self_attn.v_proj",
-        is_wrong=lambda name: False,
-        names=describe_model(BUILT_IN["tiny-qwen2"]).names,
-        head_size=16,
-        rows={ATTENDED: SimpleNamespace(tolerated_largest=8 * noise + 1e-12)},
-    )
-
-
-@pytest.mark.parametrize("noise", [0.0, 2.0**-9])
-@pytest.mark.parametrize(
-    "diagonal, heads, said",
-    [
-        (1, (0, 2), "in heads 0, 2 of 4, each position sees the next one: "),
-        (-1, (0, 1, 2, 3), "in every head, no position sees itself: "),
-        # A right one, and masks that are wrong otherwise
-        (0, (0, 2), None),
-        (2, (0, 2), None),
-        (-2, (0, 2), None),
-        (8, (0, 2), None),
-    ],
-)
-def test_a_mask_that_is_off_by_one(diagonal, heads, said, noise):
-    found = forward.mask_off_by_one(masked(diagonal, heads, noise=noise))
-    assert (found is None) == (said is None) and (found is None or found.evidence.startswith(said)), found
-
-
 LOGITS = "backward/lm_head"
 
 
@@ -914,29 +869,4 @@ def test_rotary_angles(angles, said, function):
         ),
     )
     found = forward.rotary_frequencies(case)
-    assert (found is None) == (said is None) and (found is None or said in found.evidence), found
-
-
-@pytest.mark.parametrize(
-    "function, said",
-    [
-        (F.gelu, "is gelu of its input"),
-        (lambda x: F.gelu(x, approximate="tanh"), "is the tanh approximation of gelu of its input"),
-        (lambda x: 1.01 * F.silu(x), None),
-    ],
-)
-def test_another_activation(function, said):
-    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)).double()
-    tensors = {"forward/act": function(x), "forward/gate": x}
-    case = SimpleNamespace(
-        first="forward/act",
-        path="act",
-        own=lambda name: tensors[name],
-        right=lambda name: F.silu(x),
-        has=lambda name: name in tensors,
-        source=lambda name: "gate",
-        explains=lambda name, value: float((function(x) - value).norm()) <= 1e-9,
-        rows={"forward/act": SimpleNamespace(tolerated_largest=1e-9, tolerated=1e-9)},
-    )
-    found = forward.another_activation(case)
     assert (found is None) == (said is None) and (found is None or said in found.evidence), found

@@ -22,7 +22,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 # bug -> (the first wrong tensor, its step, the only cause that may be named, words that the report must have)
 SHARDED = {
     "wrong attention scale": (ATTENTION, 1, "module settings", "position 0 of 32 is right"),
-    "lost causal mask": (ATTENTION, 1, None, "position 31 of 32 is right"),
+    "lost causal mask": (ATTENTION, 1, "attention mask", "position 31 of 32 is right"),
     "causal mask off by one": (ATTENTION, 1, "attention mask", "position 31 of 32 is right"),
     "another norm epsilon": ("forward/model.layers.1.input_layernorm", 1, "module settings", ""),
     "another norm epsilon on one tp rank": (
@@ -31,8 +31,8 @@ SHARDED = {
         "module settings",
         "1 (dp 0, tp 1), 3 (dp 1, tp 1)",
     ),
-    "other rotary theta": ("forward/model.rotary_emb", 1, None, "position 0 of 32 is right"),
-    "rotary angles of one layer doubled": (ATTENTION, 1, None, "position 0 of 32 is right"),
+    "other rotary theta": ("forward/model.rotary_emb", 1, "rotary angles", "position 0 of 32 is right"),
+    "rotary angles of one layer doubled": (ATTENTION, 1, "rotary angles", "position 0 of 32 is right"),
     "two heads swapped": (
         "forward/model.layers.1.self_attn.q_proj",
         1,
@@ -45,8 +45,8 @@ SHARDED = {
         None,
         "all elements are zero",
     ),  # it is zero in the first step
-    "residual added twice": ("forward/model.layers.1", 1, None, ""),
-    "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, None, ""),
+    "residual added twice": ("forward/model.layers.1", 1, "another input", ""),
+    "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, "activation function", ""),
     "last position zeroed": (f"forward/{INTO_MLP}", 1, None, "only position 31 of 32 is wrong"),
     "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one"),
     "activations of one replica scaled": (
@@ -56,7 +56,7 @@ SHARDED = {
         "only DP rank 1 of 2",
     ),
     "share of one tp rank counted twice": ("forward/model.layers.1.mlp.down_proj", 1, None, ""),
-    "loss of one replica counts twice": ("backward/lm_head", 1, "token weights", "only DP rank 1 of 2"),
+    "loss of one replica counts twice": ("backward/lm_head", 1, "rank weights", "only DP rank 1 of 2"),
     "gradient of one activation scaled": (f"gradient/{INTO_MLP}.weight", 1, None, "1.5 times the right one"),
     "gradient of some positions lost": ("gradient/model.layers.1.input_layernorm.weight", 1, None, ""),
     "one stale gradient": (f"gradient/{UP}", 2, "stale gradients", ""),
@@ -93,7 +93,7 @@ DDP = {
     "gradient of one parameter zeroed": (f"gradient/{UP}", 1, None, "all elements are zero"),
     "sign of one weight element": (f"parameter/{UP}", 1, None, "its sign is flipped"),
     "replica missed one update": ("parameter/model.embed_tokens.weight", 2, "update left out", ""),
-    "lost causal mask": (ATTENTION, 1, None, "position 31 of 32 is right"),
+    "lost causal mask": (ATTENTION, 1, "attention mask", "position 31 of 32 is right"),
 }
 BUGS = {"ddp": DDP, "fsdp": {**SHARDED, **FSDP}, "deepspeed": SHARDED}
 # What every run of the tests has, because a bug is seen in another way in each; --all takes all.

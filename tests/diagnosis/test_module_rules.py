@@ -1,0 +1,241 @@
+"""Another way to compute a module's output is named where it explains the output, and only there. torch computes the ways here."""
+
+import re
+
+import pytest
+import torch
+from one_tensor import case_of
+from torch.nn import functional
+
+from lockstep.diagnosis.exchanged import other_rows
+from lockstep.diagnosis.modules import another_way
+
+LAYER, BEFORE = "model.layers.1", "model.layers.0"
+NORM, MLP = f"{LAYER}.input_layernorm", f"{LAYER}.mlp"
+CHANNELS = 64
+
+
+def draw(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+X, OTHER = draw(4, 8, CHANNELS, seed=0), draw(4, 8, CHANNELS, seed=1)
+WEIGHT, BIAS, OLD = 1 + 0.1 * draw(CHANNELS, seed=2), draw(CHANNELS, seed=3), 1 + 0.1 * draw(CHANNELS, seed=4)
+MATRIX, OLD_MATRIX = draw(CHANNELS, CHANNELS, seed=5) / 8, draw(CHANNELS, CHANNELS, seed=6) / 8
+
+
+def rms(x=X, weight=WEIGHT, eps=1e-6):
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def of_norm(own, right=None, bias=None, **options):
+    weights = [
+        {f"{NORM}.weight": OLD, f"{NORM}.bias": bias},
+        {f"{NORM}.weight": WEIGHT, f"{NORM}.bias": bias},
+    ]
+    if bias is None:
+        weights = [{f"{NORM}.weight": weight} for weight in (OLD, WEIGHT)]
+    tensors = {f"forward/{BEFORE}": X, f"forward/{BEFORE}.mlp": OTHER}
+    return case_of(
+        f"forward/{NORM}",
+        own,
+        rms() if right is None else right,
+        tensors,
+        step=2,
+        weights=weights,
+        sources={NORM: (BEFORE,)},
+        architecture={"rms_norm_eps": 1e-6},
+        **options,
+    )
+
+
+def variance_in(dtype):
+    return X * (X.square().mean(-1, keepdim=True).to(dtype).double() + 1e-6).rsqrt() * WEIGHT
+
+
+def variance_computed_in(dtype):
+    return X * (X.to(dtype).pow(2).mean(-1, keepdim=True).double() + 1e-6).rsqrt() * WEIGHT
+
+
+def computed_in(dtype):
+    x = X.to(dtype)
+    return (x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * WEIGHT.to(dtype)).double()
+
+
+@pytest.mark.parametrize(
+    "own, name, said",
+    [
+        (rms(eps=1e-3), "module settings", "has an epsilon of 0.001, not 1e-06"),
+        (rms(weight=WEIGHT**0), "module settings", "is not multiplied with its weight"),
+        (rms(weight=1 + WEIGHT), "module settings", "is multiplied with 1 + its weight"),
+        (rms(weight=OLD), "weights", f"is computed with {NORM}.weight as it was before step 1"),
+        (
+            functional.layer_norm(X, (CHANNELS,), WEIGHT, None, 1e-6),
+            "module settings",
+            "has the mean subtracted",
+        ),
+        (
+            rms(OTHER),
+            "another input",
+            f"is computed from {BEFORE}.mlp's output, in the place of {BEFORE}'s output",
+        ),
+        (variance_in(torch.bfloat16), "precision", "has its variance rounded to bfloat16"),
+        (variance_computed_in(torch.bfloat16), "precision", "has its variance computed in bfloat16"),
+        (computed_in(torch.bfloat16), "precision", "is computed in bfloat16"),
+        (computed_in(torch.float16), "precision", "is computed in float16"),
+        (rms(weight=WEIGHT.half().double()), "precision", "is computed with its weight rounded to float16"),
+        (rms(X.bfloat16().double()), "precision", "is computed with its input rounded to bfloat16"),
+        # What no way explains
+        (rms() * 1.01, None, None),
+        (rms() + 0.01 * OTHER, None, None),
+        (0 * X, None, None),
+        (rms().roll(1, 0), None, None),
+    ],
+)
+@pytest.mark.parametrize("in_one_sample", [False, True])
+def test_norms(own, name, said, in_one_sample):
+    if in_one_sample:
+        own = torch.cat([rms()[:1], own[1:2], rms()[2:]])
+    found = another_way(of_norm(own))
+    assert (found and found.name, found and found.evidence) == (
+        name,
+        said and f"{NORM}'s output {said}, as recomputed",
+    )
+
+
+def test_a_norm_of_each_tp_ranks_features():
+    own = torch.cat(
+        [rms(part, weight) for part, weight in zip(X.chunk(2, -1), WEIGHT.chunk(2), strict=True)], -1
+    )
+    found = another_way(of_norm(own, tp=2))
+    assert found.evidence == f"{NORM}'s output is normed over each tp rank's features alone, as recomputed"
+    assert another_way(of_norm(own)) is None
+
+
+def test_a_norm_with_a_mean_and_a_bias():
+    right = functional.layer_norm(X, (CHANNELS,), WEIGHT, BIAS, 1e-6)
+    own = functional.layer_norm(X, (CHANNELS,), WEIGHT, BIAS, 1e-3)
+    found = another_way(of_norm(own, right, bias=BIAS))
+    assert found.evidence == f"{NORM}'s output has an epsilon of 0.001, not 1e-06, as recomputed"
+    assert another_way(of_norm(right + 0.01 * OTHER, right, bias=BIAS)) is None
+
+
+def of_linear(own, **options):
+    name = f"{MLP}.up_proj"
+    return case_of(
+        f"forward/{name}",
+        own,
+        X @ MATRIX.T,
+        {
+            f"forward/{LAYER}.norm": X,
+            f"forward/{LAYER}.self_attn": OTHER,
+            f"forward/{BEFORE}.self_attn": 2 * OTHER,
+        },
+        step=2,
+        weights=[{f"{name}.weight": OLD_MATRIX}, {f"{name}.weight": MATRIX}],
+        sources={name: (f"{LAYER}.norm",)},
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "own, said",
+    [
+        (
+            OTHER @ MATRIX.T,
+            f"is computed from {LAYER}.self_attn's output, in the place of {LAYER}.norm's output",
+        ),
+        (X @ OLD_MATRIX.T, f"is computed with {MLP}.up_proj.weight as it was before step 1"),
+        (X @ MATRIX, None),
+        (X @ MATRIX.T + 0.01 * OTHER, None),
+        (OTHER, None),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_linear_layers(own, said, precision):
+    if precision == "autocast":
+        own = own.bfloat16().double()
+    found = another_way(of_linear(own, precision=precision))
+    assert (found and found.evidence) == (said and f"{MLP}.up_proj's output {said}, as recomputed")
+
+
+def test_a_linear_layer_of_one_tp_rank():
+    own = torch.cat([(X @ MATRIX.T)[..., :32], (OTHER @ MATRIX.T)[..., 32:]], -1)
+    assert "is computed from" in another_way(of_linear(own, tp=2)).evidence
+    assert another_way(of_linear(own)) is None
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (functional.gelu, "is gelu of its input"),
+        (lambda x: functional.gelu(x, approximate="tanh"), "is the tanh approximation of gelu of its input"),
+        (
+            lambda x: functional.silu(OTHER),
+            f"is computed from {MLP}.up_proj's output, in the place of {MLP}.gate_proj's output",
+        ),
+        (lambda x: 1.01 * functional.silu(x), None),
+    ],
+)
+def test_activations(function, said):
+    name = f"{MLP}.act_fn"
+    found = another_way(
+        case_of(
+            f"forward/{name}",
+            function(X),
+            functional.silu(X),
+            {f"forward/{MLP}.gate_proj": X, f"forward/{MLP}.up_proj": OTHER},
+            sources={name: (f"{MLP}.gate_proj",)},
+        )
+    )
+    assert (found and found.evidence) == (said and f"{name}'s output {said}, as recomputed")
+
+
+@pytest.mark.parametrize(
+    "own, right, said",
+    [
+        (X, X + OTHER, f"lacks {MLP}'s output"),
+        (X + 2 * OTHER, X + OTHER, f"has {MLP}'s output added"),
+        (X + OTHER + rms(), X + OTHER, f"has {NORM}'s output added"),
+        (rms() + OTHER, X + OTHER, f"is computed from {NORM}'s output, in the place of {BEFORE}'s output"),
+        (rms() * OTHER, X * OTHER, f"is computed from {NORM}'s output, in the place of {BEFORE}'s output"),
+        (X + 1.5 * OTHER, X + OTHER, None),
+        (X - OTHER, X + OTHER, None),
+        (X, X / OTHER, None),
+    ],
+)
+def test_sums_and_products(own, right, said):
+    tensors = {f"forward/{BEFORE}": X, f"forward/{MLP}": OTHER, f"forward/{NORM}": rms()}
+    found = another_way(case_of(f"forward/{LAYER}", own, right, tensors, sources={LAYER: (BEFORE, MLP)}))
+    assert (found and found.evidence) == (said and f"{LAYER}'s output {said}, as recomputed")
+
+
+EMBEDDING = "model.embed_tokens"
+
+
+@pytest.mark.parametrize(
+    "looked_up, said",
+    [
+        (
+            lambda ids: torch.where(ids > 20, ids - 1, ids),
+            "ids from 2. to 3. have the rows 1 before their own",
+        ),
+        (lambda ids: 39 - ids, "have other rows, such as row "),
+        (None, None),
+    ],
+)
+def test_rows_of_the_embedding(looked_up, said):
+    weight = draw(40, CHANNELS, seed=7)
+    ids = torch.randint(0, 40, (4, 16), generator=torch.Generator().manual_seed(8))
+    own = weight[looked_up(ids)] if looked_up else weight[ids] + 0.01 * draw(4, 16, CHANNELS, seed=9)
+    case = case_of(
+        f"forward/{EMBEDDING}",
+        own,
+        weight[ids],
+        {"batch/input_ids": ids.double()},
+        weights=[{f"{EMBEDDING}.weight": weight}],
+        sources={EMBEDDING: ()},
+    )
+    found = other_rows(case)
+    assert (found is None) == (said is None)
+    assert found is None or re.search(said, found.evidence)
