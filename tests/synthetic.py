@@ -55,6 +55,7 @@ def history(strategy="ddp", precision="fp32", steps=20, shift=0.0, **changes):
             "tokenizer": "word-crc32",
             "num_steps": steps,
             "versions": {"torch": "2", "transformers": "5"},
+            "threads": 1,
             "origin": about(),
             "initial_weights": "weights of a file",
         },

@@ -87,6 +87,7 @@ class Run(Strict):
     tokenizer: Name
     num_steps: Count
     versions: dict[Name, Name]
+    threads: Count  # of each rank, in torch's kernels on a CPU
     origin: Origin
     told_sha256: Sha256 | None = None  # of what the strategy's library was told
 

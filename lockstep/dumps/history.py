@@ -35,7 +35,7 @@ from lockstep.ground.schemas import (
 )
 from lockstep.plan.config import tokens_per_step
 
-FORMAT = 4
+FORMAT = 5
 BEGINS = b'{"format": '  # the first bytes of every history file
 # Entries of the file beside its format, the steps and the seal
 PARTS = ("run", "contract", "weights", "ended")

@@ -19,7 +19,7 @@ from lockstep.plan import rates
 from lockstep.plan.contract import IF_ASKED, ON_RANK, expected_contract, of_optimizer
 from lockstep.plan.mesh import Axis, Mesh
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST = "manifest.json"
 REFERENCE_LABEL = "float64 reference"
 REMEDY = "capture again"

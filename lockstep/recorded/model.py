@@ -401,9 +401,9 @@ class Model(Passes):
     def _of_device(self) -> contextlib.AbstractContextManager[None]:
         """The arithmetic of the run's device, for a yardstick."""
         origin = self.recording.origin
-        if self.exact or not origin.device.startswith("cuda"):
+        if self.exact:
             return contextlib.nullcontext()
-        return gpu_arithmetic.as_on_a_gpu(self.in_tf32, origin.versions["torch"])
+        return gpu_arithmetic.as_in_the_run(origin.device, origin.threads, self.in_tf32, origin.versions)
 
 
 def _cast(dtype: torch.dtype, _module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:

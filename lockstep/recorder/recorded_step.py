@@ -20,6 +20,7 @@ class Origin(Strict):
     script: str = ""  # as it was typed
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
+    threads: Whole = 0  # of rank 0, in torch's kernels on a CPU
     tf32: list[Name] = []  # the float32 operations that a GPU computes in TF32
     date: str = ""
     versions: dict[Name, Name] = {}

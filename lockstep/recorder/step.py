@@ -259,6 +259,7 @@ class StepRecorder:
             made = {
                 "device": str(next(self.model.parameters()).device),
                 "seed": str(torch.initial_seed()),
+                "threads": torch.get_num_threads(),
                 "tf32": parallelism.tf32(),
             }
             extra = {

@@ -281,5 +281,6 @@ def provenance(config: Config, inputs: Inputs, told: str = "") -> dict[str, Any]
         "tokenizer": inputs.batches.corpus.tokenizer_name,
         "num_steps": inputs.num_steps,
         "versions": versions(),
+        "threads": torch.get_num_threads(),
         "origin": origin.about(),
     }

@@ -24,7 +24,7 @@ from lockstep.verdict.computed import Computed, Passes
 from lockstep.verdict.distance import distance_of
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.float64 import Float64, Told
-from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_on_a_gpu
+from lockstep.verdict.gpu_arithmetic import arithmetic_of, as_in_the_run
 from lockstep.verdict.judgement import Judgement, is_vector_gradient, zeros_of
 from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.module_results import ModuleResults, digest_of
@@ -56,8 +56,10 @@ class Forced(Passes):
         self.model, self.exact, layout = model, exact, dump.layout
         self.in_float32 = dump.run["config"]["precision"] == "fp32" and not exact
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
-        self.on_gpu = dump.run["config"]["device"] == "cuda" and not exact
-        self.version = dump.run["versions"]["torch"]
+        run = dump.run
+        self.of_device = functools.partial(
+            as_in_the_run, run["config"]["device"], run["threads"], [], run["versions"]
+        )
         self.names = {choice.call: name for name, choice in layout.choices.items()}
         self.widths = {choice.call: choice.width for choice in layout.choices.values()}
         self.handles = [
@@ -103,12 +105,12 @@ class Forced(Passes):
             self.written = {name: in_width(x, torch.float32) for name, x in micro.written.items()}
         mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
-        arithmetic = as_on_a_gpu([], self.version) if self.on_gpu else contextlib.nullcontext()
-        with mode, arithmetic, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
-        self.hooks.end()
-        with mode:
-            (share * loss).backward()
+        with contextlib.nullcontext() if self.exact else self.of_device():
+            with mode, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
+            self.hooks.end()
+            with mode:
+                (share * loss).backward()
         return Computed({}, float(loss.detach()), 1.0, {}, self.modules, mode.taken(self.names))
 
     def gradients(self) -> Lazy:

@@ -1,16 +1,18 @@
-"""The arithmetic of a GPU, where it differs from that of the CPU that judges.
+"""The arithmetic of a run's device, where it differs from that of the CPU that judges.
 
 - TF32: products of float32 are computed from operands with 10 bits, if the run asked for it. The yardstick rounds them likewise.
 - Autocast: a GPU computes other functions in float32 than a CPU does. The yardstick does as a GPU does.
 - Sums: tensor cores cut what does not fit, each time they have added 8 products (TF32) or 16 (16 bits). So a sum of K products is
   too small, by about K / 8 or K / 16 quarters of a unit roundoff. And a GPU adds the terms of a sum in float32 one after the
   other, where a CPU has several sums.
+- Threads: each thread of a CPU sums a part by itself. So a kernel that sums in 16 bits has an error that depends on their number
+  (docs/findings.md).
 
 benchmarks/gpu_arithmetic.py measures what these leave on a GPU (results/gpu_arithmetic.md).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,6 +173,21 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.contiguous().view(torch.int32)
     half = (1 << CUT - 1) - 1 + (bits >> CUT & 1)
     return ((bits + half) >> CUT << CUT).view(torch.float32).reshape(tensor.shape)
+
+
+@contextlib.contextmanager
+def as_in_the_run(device: str, threads: int, uses: list[str], versions: Mapping[str, str]) -> Iterator[None]:
+    """Inside, compute as on the device of a run, for its yardstick: as on a GPU, or on as many threads of the CPU; 0: not known."""
+    if device.startswith("cuda"):
+        with as_on_a_gpu(uses, versions["torch"]):
+            yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

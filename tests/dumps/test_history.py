@@ -145,7 +145,7 @@ def test_another_format(tmp_path):
     path = written(tmp_path)
     for number in (1, 0, True, None, "2"):
         rewrite(path, lambda c, number=number: c.update(format=number))
-        with pytest.raises(UserError, match="this version reads 4|not a loss history"):
+        with pytest.raises(UserError, match="this version reads 5|not a loss history"):
             history.read(path)
 
 

@@ -17,7 +17,7 @@ import lockstep
 from lockstep import judge
 from lockstep.verdict import gpu_arithmetic
 from lockstep.verdict.factors import NOTHING
-from lockstep.verdict.judgement import FLOOR
+from lockstep.verdict.judgement import FLOOR, MULTIPLE
 
 WIDTH, TOKENS, VOCABULARY = 64, 48, 64
 aten = torch.ops.aten
@@ -391,3 +391,45 @@ def test_the_functions_are_those_of_the_installed_torch():
     )
     # linalg.multi_dot, as Python calls it
     assert AUTOCAST.in_sixteen_bits - {"multi_dot"} <= on_a_gpu
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_yardstick_has_as_many_threads_as_the_run(tmp_path, threads):
+    """LayerNorm's gradient in bfloat16 depends on their number (docs/findings.md). Control: a run whose number is not known."""
+    threads(1)
+    recorded(tmp_path, lambda: Small().bfloat16(), device="cpu")
+    threads(2)
+    multiples = []
+    for told in (1, 0):
+        path = tmp_path / "model.json"
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps(said | {"origin": said["origin"] | {"threads": told}}))
+        assert judge.main([str(tmp_path)]) == 0 and torch.get_num_threads() == 2
+        rows = json.loads((tmp_path / "report.json").read_text())["steps"][0]["tensors by themselves"]
+        multiples.append(rows["gradient/norm.bias"][1])
+    assert said["origin"]["threads"] == 1
+    assert multiples[0] < 1 / MULTIPLE and multiples[0] != multiples[1]
+
+
+def test_a_gradient_in_bfloat16_depends_on_the_threads(threads):
+    def gradient():
+        generator = torch.Generator().manual_seed(0)
+        x, gradient = torch.randn(2, 1024, 64, generator=generator).bfloat16()
+        norm = torch.nn.LayerNorm(64).bfloat16()
+        norm(x).backward(gradient)
+        return norm.bias.grad
+
+    of_threads = []
+    for number in (1, 2):
+        threads(number)
+        of_threads.append(gradient())
+    for number, expected in enumerate(of_threads, 1):
+        with gpu_arithmetic.as_in_the_run("cpu", number, [], {}):
+            assert torch.equal(gradient(), expected)
+    assert not torch.equal(*of_threads) and torch.get_num_threads() == 2
