@@ -3,6 +3,8 @@
 import functools
 from types import SimpleNamespace
 
+import torch
+
 from lockstep.diagnosis.case import Case
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe
@@ -33,14 +35,14 @@ def case_of(
         before=lambda name, of_step=None: weights[of_step or step][name],
         has=lambda *names: all(name in tensors for name in names),
         is_wrong=lambda name: name == first,
-        entry={"tensors": tensors},
+        entry={"tensors": {name: {"shape": list(tensor.shape)} for name, tensor in tensors.items()}},
         names=describe(BUILT_IN["tiny-qwen2"]).names,
         head_size=16,
         options={"precision": precision},
         mesh=SimpleNamespace(tp=tp),
         sharded=lambda _name: {"tp": 2} if tp > 1 else {},
         rows={first: row},
-        **{"pieces": [], **further},
+        **{"pieces": [], "cp_rank_of": lambda length: torch.zeros(length, dtype=torch.long), **further},
     )
     layout = SimpleNamespace(
         sources=sources,

@@ -2946,6 +2946,23 @@ class PolicyOfEachModule(CastsForBlocks):
         return ReducedInBfloat16.wrap(self, net)
 
 
+class BlocksReducedInBfloat16(ReducedInBfloat16):
+    """Most gradients are rounded, and with them the weights of the losses that they show. Those of the head and the table are not."""
+
+    made = GivesATable
+
+    def wrap(self, net):
+        for block in net.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+        return fully_shard(net)
+
+
+class BlocksReducedInBfloat16Scaled(BlocksReducedInBfloat16):
+    def reduce(self):
+        for one in self.net.head.parameters():
+            one.grad *= 1.0003
+
+
 class PolicyOfEachModuleRounded(PolicyOfEachModule):
     """The gradient of what computes in float32 is rounded."""
 

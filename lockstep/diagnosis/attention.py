@@ -18,11 +18,11 @@ import torch
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.odd import numbered, places_of, wrong_elements
-from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors
+from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors, wrong_parts
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
-SCORES = 1 << 25  # elements of the scores, at most, that are computed again
+SCORES = 1 << 25  # elements of scores, at most, that are computed at once: 256 MiB
 NEWTON_STEPS, STEP = 6, 1e-4  # the step is relative
 MASK, CONTEXT, EXCHANGED = "attention mask", "context parallelism", "pieces exchanged"
 Turn = Callable[[torch.Tensor], torch.Tensor]
@@ -80,6 +80,12 @@ class Attention:
         return self.q.shape[-1] ** -0.5
 
     @property
+    def before(self) -> torch.Tensor:
+        """How many positions before the query the key is: (queries, keys)."""
+        place = torch.arange(self.q.shape[2])
+        return place[:, None] - place
+
+    @property
     def seen(self) -> torch.Tensor:
         return self.causal & self.documents & self.tokens
 
@@ -87,92 +93,180 @@ class Attention:
 def another_way(case: Case) -> Cause | None:
     """The output of attention is what another mask, other heads, angles, another scale or precision gives."""
     layer, is_output, _ = case.path.partition(".o_proj.input")
-    found = _right_way(case, layer) if is_output else None
-    if found is None:
+    if not is_output or not case.names.is_on_heads(case.first):
         return None
+    samples = _samples(case)
+    found = _of_samples(case, layer, samples)
+    return _nearest(case, layer, samples, found, lambda output: output) if found else None
+
+
+def another_way_back(case: Case) -> Cause | None:
+    """The gradient of queries, keys or values is what comes back through attention that is computed in another way.
+
+    That is so where attention is computed again, or its gradient has a kernel of its own.
+    """
+    layer, _, projection = case.path.rpartition(".")
+    if not case.names.is_on_heads(case.first) or f"forward/{case.path}" not in _names(case, layer):
+        return None
+    samples = _samples(case)
+    found, arrived = (
+        _of_samples(case, layer, samples),
+        right_tensors(case, [f"backward/{layer}.o_proj.input"]),
+    )
+    if found is None or not arrived:
+        return None
+    part = projection[0]  # q, k or v
+    leaf = getattr(found, part).requires_grad_()
+
+    def gradient(output: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(output.flatten(-2), leaf, arrived[0][samples])[0].transpose(1, 2)
+
+    return _nearest(case, layer, samples, found.but(**{part: leaf}), gradient)
+
+
+def documents_together(case: Case) -> Cause | None:
+    """Attention is wrong only in later documents, and there also at first tokens, which should see only themselves.
+
+    For models whose attention is not computed again here.
+    """
+    if not case.first.endswith(".input") or not case.has("batch/position_ids"):
+        return None
+    own, right = case.own(case.first), case.reference(case.first)
+    positions, is_wrong = case.own("batch/position_ids"), wrong_elements(case, own, right).any(-1)
+    document = (positions == 0).cumsum(1)
+    is_first_token = (positions == 0) & (document > 1)
+    num_hit = int((is_wrong & is_first_token).sum())
+    if bool((is_wrong & (document == 1)).any()) or 2 * num_hit < int(is_first_token.sum()) or not num_hit:
+        return None
+    return Cause(
+        MASK,
+        f"attention is right in the first document of every sample, and wrong at {num_hit} of {int(is_first_token.sum())} first tokens of later "
+        "ones, which see themselves alone: documents see each other",
+    )
+
+
+def _samples(case: Case) -> torch.Tensor:
+    """Return the samples that are computed again: those that are wrong, or the first of them if their scores are too many."""
+    own, right = case.own(case.first), case.right(case.first)
+    wrong = wrong_elements(case, own, right).flatten(1).any(1).nonzero()[:, 0]
+    scores = own.shape[1] ** 2 * own.shape[-1] // case.head_size
+    return wrong[: SCORES // scores]
+
+
+def _nearest(case: Case, layer: str, samples: torch.Tensor, found: Attention, measured: Turn) -> Cause | None:
+    """Return the cause for what is `measured` of the output of attention."""
     own, right = (
-        tensor.unflatten(-1, (-1, case.head_size))
+        tensor[samples].unflatten(-1, (-1, case.head_size))
         for tensor in (case.own(case.first), case.right(case.first))
     )
-    wrong = wrong_elements(case, own, right).any(-1, keepdim=True).any(1, keepdim=True)  # by sample and head
-    if not bool(wrong.any()):
+    right_way = next(
+        (way for way in _right_ways(case, found) if gives_the_right(case, measured(way.output()), right)),
+        None,
+    )
+    if right_way is None:
         return None
-    way = nearest(case, own, right, wrong, _ways(case, found, layer, wrong))
+    # By sample, head, and the cp rank that has the positions
+    groups = [(dim, torch.arange(own.shape[dim])) for dim in (0, 2)]
+    groups.append((1, case.cp_rank_of(own.shape[1])))
+    wrong = wrong_parts(wrong_elements(case, own, right), groups)
+    ways = _ways(case, right_way, layer, own, right, wrong, measured)
+    way = nearest(case, own, right, wrong, ((name, words, measured(output)) for name, words, output in ways))
     if way is None:
         return None
+    name, words = way
     heads = places_of(wrong, 2)
-    which = "" if len(heads) == wrong.shape[2] else f"{numbered('head', heads)} of {wrong.shape[2]}: "
-    return Cause(way[0], f"{layer}: {which}{way[1]}, as recomputed")
+    if len(heads) < wrong.shape[2] and not words.startswith("head"):
+        words = f"{numbered('head', heads)} of {wrong.shape[2]}: {words}"
+    back = "in the backward pass, " if case.first.startswith("backward/") else ""
+    return Cause(name, f"{layer}: {back}{words}, as recomputed")
 
 
-def _right_way(case: Case, layer: str) -> Attention | None:
-    """Return the tensors of a layer, if the right way to compute attention gives the reference's output from them."""
+def _of_samples(case: Case, layer: str, samples: torch.Tensor) -> Attention | None:
+    """Return some samples of the tensors of a layer, if they are captured and right."""
     rotary = f"forward/{case.names.base}.rotary_emb"
-    of_heads, angles = _projections(case, layer), right_tensors(case, [rotary, f"{rotary}.1"])
-    if not (of_heads and angles and case.names.is_on_heads(case.first)):
+    of_heads, angles = _projections(case, layer, samples), right_tensors(case, [rotary, f"{rotary}.1"])
+    if not (of_heads and angles and len(samples)):
         return None
+    cos, sin = (tensor[:, None] if len(tensor) == 1 else tensor[samples, None] for tensor in angles)
+    place, everything = torch.arange(cos.shape[2]), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     q, k, v = of_heads
-    cos, sin = (tensor[:, None] for tensor in angles)
-    length = q.shape[2]
-    if q.shape[0] * q.shape[1] * length**2 > SCORES:
-        return None
-    place, everything = torch.arange(length), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     found = Attention(q, k, v, cos, sin, place[:, None] >= place, everything, everything)
     if case.has("batch/position_ids"):
-        document = (case.own("batch/position_ids") == 0).cumsum(1)
+        document = (case.own("batch/position_ids")[samples] == 0).cumsum(1)
         found = found.but(documents=(document[:, :, None] == document[:, None, :])[:, None])
     if case.has("batch/attention_mask"):
-        found = found.but(tokens=case.own("batch/attention_mask").bool()[:, None, None, :])
-    window = case.dump.run["architecture"].get("sliding_window")
-    ways = [found]
+        found = found.but(tokens=case.own("batch/attention_mask")[samples].bool()[:, None, None, :])
+    return found
+
+
+def _right_ways(case: Case, found: Attention) -> Iterator[Attention]:
+    """Yield attention without a window, and with the model's. Some layers may have it."""
+    yield found
+    window = _window(case)
     if window:
-        ways.append(found.but(causal=found.causal & (place[:, None] - place < window)))
-    return next((way for way in ways if gives_the_right(case, way.output().flatten(-2))), None)
+        yield found.but(causal=found.causal & (found.before < window))
 
 
-def _projections(case: Case, layer: str) -> list[torch.Tensor]:
-    """Return queries, keys and values of a layer, (samples, heads, positions, head size); [] unless they are captured and right."""
+def _window(case: Case) -> int:
+    return case.dump.run["architecture"].get("sliding_window") or 0
+
+
+def _names(case: Case, layer: str) -> list[str]:
+    """Return the names of what attention is given as queries, keys and values: the norm of each head comes after the projection."""
     names = []
     for part in "qkv":
-        normed = f"forward/{layer}.{part}_norm"  # of each head, after the projection
+        normed = f"forward/{layer}.{part}_norm"
         names.append(normed if case.has(normed) else f"forward/{layer}.{part}_proj")
+    return names
+
+
+def _projections(case: Case, layer: str, samples: torch.Tensor) -> list[torch.Tensor]:
+    """Return queries, keys and values of a layer, (samples, heads, positions, head size); [] unless they are captured and right."""
     return [
-        (tensor if tensor.ndim == 4 else tensor.unflatten(-1, (-1, case.head_size))).transpose(1, 2)
-        for tensor in right_tensors(case, names)
+        (tensor if tensor.ndim == 4 else tensor.unflatten(-1, (-1, case.head_size)))[samples].transpose(1, 2)
+        for tensor in right_tensors(case, _names(case, layer))
     ]
 
 
-def _ways(case: Case, found: Attention, layer: str, wrong: torch.Tensor) -> Iterator[Way]:
-    for name, words, seen in _masks(case, found):
+def _ways(
+    case: Case,
+    found: Attention,
+    layer: str,
+    own: torch.Tensor,
+    right: torch.Tensor,
+    wrong: torch.Tensor,
+    measured: Turn,
+) -> Iterator[Way]:
+    for name, words, seen in _masks(case, found, wrong_elements(case, own, right)):
         yield name, words, found.output(seen)
-    yield from _heads(case, found, wrong)
-    yield from _keys(case, found, layer)
-    for words, output in _angles(found):
+    if case.first.startswith("forward/"):
+        yield from _heads(case, found, own, wrong)
+        yield from _keys(case, found, layer)
+    for words, output in _angles(case, found):
         yield "rotary angles", words, output
-    scale = _scale(found, case.own(case.first).unflatten(-1, (-1, case.head_size)), wrong)
-    words = f"the scores are multiplied by {scale:.4g}, not by {found.scale:.4g}"
+    scale = _scale(found, own, wrong, measured)
+    digits = 8 if math.isclose(scale, found.scale, rel_tol=1e-3) else 4
+    words = f"the scores are multiplied by {scale:.{digits}g}, not by {found.scale:.{digits}g}"
     yield "module settings", words, found.output(scale=scale)
     if case.options["precision"] == "fp32":
         for words, output in _roundings(found):
             yield PRECISION, words, output
 
 
-def _masks(case: Case, found: Attention) -> Iterator[Way]:
+def _masks(case: Case, found: Attention, wrong: torch.Tensor) -> Iterator[Way]:
     """Yield ways with what a query sees in the place of the output."""
-    place = torch.arange(found.q.shape[2])
-    before = place[:, None] - place  # positions from the key to the query
-    inside, causal = found.documents & found.tokens, found.causal
+    before, inside, causal = found.before, found.documents & found.tokens, found.causal
     yield MASK, "each position sees the next one", (causal | (before == -1)) & inside
     yield MASK, "no position sees itself", causal & (before != 0) & inside
     yield MASK, "documents see each other", causal & found.tokens
     yield MASK, "padding is seen", causal & found.documents
     yield MASK, "each position sees all later ones", (causal | (before < 0)) & inside
-    if not torch.equal(causal, before >= 0):
+    for window in sorted(_windows(case, found, wrong)):
+        yield MASK, f"there is a window of {window} positions", (before >= 0) & (before < window) & inside
+    if _window(case):
         yield MASK, "the model's window is left out", (before >= 0) & inside
-    own, right = case.own(case.first), case.right(case.first)
-    first = places_of(wrong_elements(case, own, right), 1)[0]  # the first position that lacks a key
-    yield MASK, f"there is a window of {first} positions", causal & (before < first) & inside
     if case.pieces:
+        place = torch.arange(len(before))
         owner = case.cp_rank_of(len(place))
         are_one = owner[:, None] == owner
         place_in_rank = (are_one & (before > 0)).sum(1)
@@ -181,77 +275,104 @@ def _masks(case: Case, found: Attention) -> Iterator[Way]:
         yield CONTEXT, "each cp rank sees its own positions alone", causal & are_one & inside
 
 
-def _heads(case: Case, found: Attention, wrong: torch.Tensor) -> Iterator[Way]:
+def _windows(case: Case, found: Attention, wrong: torch.Tensor) -> set[int]:
+    """Return windows that the mask may have: queries that see no more keys than it are right, and the others are wrong."""
+    window, num_seen = _window(case), found.seen.sum(-1).expand(len(wrong), 1, wrong.shape[1])[:, 0]
+    fewest = int(num_seen[wrong.any((2, 3))].min()) - 1
+    # In 16 bits, the first wrong ones are hidden by rounding errors.
+    nearby = {fewest, 1 << max(fewest, 1).bit_length() - 1}
+    return {one for one in (*nearby, window - 1, window + 1, window // 2, 2 * window) if one > 0} - {window}
+
+
+def _heads(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor) -> Iterator[Way]:
     """Heads attend to the keys and values of others, or are laid out otherwise."""
-    right, own = found.output(), case.own(case.first).unflatten(-1, (-1, case.head_size))
-    by_shared = torch.stack(
-        [
-            found.but(k=k[:, None], v=v[:, None]).output()
-            for k, v in zip(found.k.unbind(1), found.v.unbind(1), strict=True)
-        ]
-    )
-    nearest = ((by_shared - own).square() * wrong).nansum((1, 2, 4)).argmin(0).tolist()  # by head
+    value, sources = torch.empty_like(own), torch.zeros(own.shape[2], dtype=torch.long)
+    least = torch.full(own.shape[2:3], math.inf, dtype=own.dtype)  # by head
+    for source, (k, v) in enumerate(zip(found.k.unbind(1), found.v.unbind(1), strict=True)):
+        output = found.but(k=k[:, None], v=v[:, None]).output()
+        left = ((output - own).square() * wrong).nansum((0, 1, 3))
+        is_nearer = left < least
+        value[:, :, is_nearer] = output[:, :, is_nearer]
+        least, sources[is_nearer] = torch.where(is_nearer, left, least), source
     by_source: dict[int, list[int]] = {}
     for head in places_of(wrong, 2):
-        by_source.setdefault(nearest[head], []).append(head)
-    words = [
+        by_source.setdefault(int(sources[head]), []).append(head)
+    sentences = [
         f"{numbered('head', heads)} attend{'s' * (len(heads) == 1)} to KV head {source}"
         for source, heads in by_source.items()
     ]
-    value = torch.stack([by_shared[source, :, :, head] for head, source in enumerate(nearest)], 2)
-    yield EXCHANGED, and_more(words), value
-    of_ranks = [heads.transpose(1, 2).reshape(heads.shape) for heads in right.chunk(case.mesh.tp, 2)]
-    yield EXCHANGED, "the heads are not transposed back", torch.cat(of_ranks, 2)
+    yield EXCHANGED, and_more(sentences), value
+    of_ranks = [heads.transpose(1, 2).reshape(heads.shape) for heads in found.output().chunk(case.mesh.tp, 2)]
+    yield EXCHANGED, "the output is laid out by heads, not by positions", torch.cat(of_ranks, 2)
 
 
 def _keys(case: Case, found: Attention, layer: str) -> Iterator[Way]:
     """Queries attend to the keys and values of the layer before, or to those of each cp rank by themselves."""
     before = re.sub(r"\d+", lambda number: str(int(number[0]) - 1), layer)
-    old = _projections(case, before)[1:]
-    if old:
-        old_k, old_v = old
-        words = f"keys and values are those of {before}"
-        yield EXCHANGED, words, found.but(k=old_k, v=old_v).output()
+    old = found
+    if case.names.layer_of(f"{layer}.") > 0:
+        samples = _samples(case)
+        of_heads = _projections(case, before, samples)
+        if of_heads:
+            old = found.but(k=of_heads[1], v=of_heads[2])
+            yield EXCHANGED, f"keys and values are those of {before}", old.output()
     if not case.pieces:
         return
     owner = case.cp_rank_of(found.q.shape[2])
-    if old:
+    if old is not found:
         value = torch.empty_like(found.q.transpose(1, 2))
         for rank in owner.unique():
             mine = (owner == rank)[:, None]
-            mixed = found.but(k=torch.where(mine, found.k, old_k), v=torch.where(mine, found.v, old_v))
+            mixed = found.but(k=torch.where(mine, found.k, old.k), v=torch.where(mine, found.v, old.v))
             value[:, owner == rank] = mixed.output()[:, owner == rank]
         yield CONTEXT, f"keys and values of other cp ranks are those of {before}", value
     by_rank = torch.stack([found.output(found.seen & (owner == rank)) for rank in owner.unique()])
-    yield CONTEXT, "what the keys of each cp rank give is averaged, without its weight", by_rank.nanmean(0)
+    words = "the outputs from the keys of each cp rank are averaged, without the weights of their softmaxes"
+    yield CONTEXT, words, by_rank.nanmean(0)
 
 
-def _angles(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
+def _angles(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
     def as_it_is(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    yield "queries and keys are not turned", found.output(turn=as_it_is)
-    yield "queries are not turned", found.output(turn=as_it_is, turn_keys=found.turned)
-    yield "keys are not turned", found.output(turn_keys=as_it_is)
-    yield "pairs of neighbours are turned, not pairs of halves", found.output(turn=found.turned_in_neighbours)
-    yield "queries and keys are turned backwards", found.but(sin=-found.sin).output()
-    yield "queries and keys are turned twice", found.output(turn=lambda x: found.turned(found.turned(x)))
-    # The angle from the first position to the second
-    (cos_0, cos_1), (sin_0, sin_1) = (x[:1, :, :2].unbind(2) for x in (found.cos, found.sin))
-    cos, sin = cos_1 * cos_0 + sin_1 * sin_0, sin_1 * cos_0 - cos_1 * sin_0
-    for words, turn in (("more", 1), ("less", -1)):
+    yield "queries and keys are not rotated", found.output(turn=as_it_is)
+    yield "queries are not rotated", found.output(turn=as_it_is, turn_keys=found.turned)
+    yield "keys are not rotated", found.output(turn_keys=as_it_is)
+    words = "neighbouring elements are rotated as pairs, where the model has pairs of halves"
+    yield words, found.output(turn=found.turned_in_neighbours)
+    yield "queries and keys are rotated backwards", found.but(sin=-found.sin).output()
+    yield "queries and keys are rotated twice", found.output(turn=lambda x: found.turned(found.turned(x)))
+    step = _one_position(case, found)
+    if step is None:
+        return
+    cos, sin = step
+    for words, sign in (("more", 1), ("less", -1)):
         further = found.but(
-            cos=found.cos * cos - turn * found.sin * sin, sin=found.sin * cos + turn * found.cos * sin
+            cos=found.cos * cos - sign * found.sin * sin, sin=found.sin * cos + sign * found.cos * sin
         )
-        words = f"queries are turned by one position {words} than keys"
+        words = f"queries are rotated by one position {words} than keys"
         yield words, found.output(turn=further.turned, turn_keys=found.turned)
 
 
-def _scale(found: Attention, own: torch.Tensor, wrong: torch.Tensor) -> float:
+def _one_position(case: Case, found: Attention) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return cosine and sine of the angles of one position, from two neighbours of the first sample; None if none are one position apart."""
+    positions = torch.arange(found.cos.shape[2])
+    if case.has("batch/position_ids"):
+        positions = case.own("batch/position_ids")[_samples(case)[0]]
+    places = (positions.diff() == 1).nonzero()[:, 0].tolist()
+    if not places:
+        return None
+    (cos_0, cos_1), (sin_0, sin_1) = (
+        x[:1, :, places[0] :][:, :, :2].unbind(2) for x in (found.cos, found.sin)
+    )
+    return cos_1 * cos_0 + sin_1 * sin_0, sin_1 * cos_0 - cos_1 * sin_0
+
+
+def _scale(found: Attention, own: torch.Tensor, wrong: torch.Tensor, measured: Turn) -> float:
     """Return the factor of the scores that fits best (Gauss-Newton, from the nearest of some powers of 2 times the right one)."""
 
     def output(scale: float) -> torch.Tensor:
-        return (found.output(scale=scale) * wrong).nan_to_num()
+        return (measured(found.output(scale=scale)) * wrong).nan_to_num()
 
     own = own * wrong
     scale = min(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.diagnosis import (
+    attention,
     backward,
     context,
     exchanged,
@@ -42,7 +43,13 @@ STAGES = {
     "forward": Stage(("forward",), forward.FORWARD_RULES),
     "loss": Stage((), loss.LOSS_RULES),
     "backward": Stage(
-        ("backward",), (*backward.BACKWARD_RULES, *context.BACKWARD_RULES, exchanged.outputs_exchanged)
+        ("backward",),
+        (
+            *backward.BACKWARD_RULES,
+            *context.BACKWARD_RULES,
+            attention.another_way_back,
+            exchanged.outputs_exchanged,
+        ),
     ),
     "gradients": Stage(("gradient",), context.GRADIENT_RULES + gradients.GRADIENT_RULES),
     "gradient norm": Stage((), moments.NORM_RULES),

@@ -101,7 +101,7 @@ def _spans(word: str, moved: dict[int, int]) -> list[str]:
 
 
 def other_rows(case: Case) -> Cause | None:
-    """The embedding looks up the rows of other ids."""
+    """The embedding looks up the rows of other ids, wherever these ids are in wrong samples."""
     if case.path != case.names.embedding or not case.has("batch/input_ids"):
         return None
     own, right, weight = (
@@ -111,7 +111,11 @@ def other_rows(case: Case) -> Cause | None:
     )
     ids, is_wrong = case.own("batch/input_ids").long(), wrong_elements(case, own, right).any(-1)
     wrong_ids, of_token = ids[is_wrong].unique(return_inverse=True)
-    if not len(wrong_ids) or len(wrong_ids) * len(weight) > DISTANCES:
+    if len(wrong_ids) * len(weight) > DISTANCES:
+        return None
+    in_wrong_samples = torch.isin(ids, wrong_ids) & is_wrong.any(1, keepdim=True)
+    # Each id once: the tokens may as well be those of other positions.
+    if len(wrong_ids) == len(of_token) or bool((in_wrong_samples & ~is_wrong).any()):
         return None
     found = torch.empty(len(wrong_ids), own.shape[-1], dtype=own.dtype)
     found[of_token] = own[is_wrong]
@@ -121,12 +125,17 @@ def other_rows(case: Case) -> Cause | None:
     if not case.explains(case.first, value):
         return None
     shifts = (sources - wrong_ids).unique().tolist()
-    before = f"the rows {abs(shifts[0])} {'after' if shifts[0] > 0 else 'before'} their own"
-    what = before if len(shifts) == 1 else f"other rows, such as row {int(sources[0])}"
-    first, last = int(wrong_ids[0]), int(wrong_ids[-1])
-    return Cause(
-        "pieces exchanged", f"{len(wrong_ids)} ids from {first} to {last} have {what}, as recomputed"
-    )
+    first, source = int(wrong_ids[0]), int(sources[0])
+    if len(shifts) == 1:
+        which = (
+            f"{len(wrong_ids)} ids from {first} to {int(wrong_ids[-1])}"
+            if len(wrong_ids) > 1
+            else f"id {first}"
+        )
+        where = f"{abs(shifts[0])} {'after' if shifts[0] > 0 else 'before'} the right one"
+        return Cause("pieces exchanged", f"the embedding of {which} is the row {where}, as recomputed")
+    sentence = f"the embeddings of {len(wrong_ids)} ids are those of others: id {first} has that of {source}"
+    return Cause("pieces exchanged", f"{sentence}, as recomputed")
 
 
 def tensors_exchanged(case: Case) -> Cause | None:

@@ -225,11 +225,12 @@ BATCH_RULES = (batch,)
 FORWARD_RULES = (
     dropout,
     attention.another_way,
+    attention.documents_together,
     other_weights,
     rounded,
     modules.another_way,
     rotary_frequencies,
     sum_over_tp,
-    exchanged.other_rows,
     exchanged.outputs_exchanged,
+    exchanged.other_rows,
 )

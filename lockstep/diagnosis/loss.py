@@ -14,6 +14,8 @@ from lockstep.diagnosis.odd import FEW, MANY
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
+SHARDS = "loss on vocabulary shards"
+
 
 def reported_loss(case: Case) -> Cause | None:
     """All that the step computes is right; only the reported loss is wrong."""
@@ -63,7 +65,7 @@ def partition_function(case: Case) -> Cause | None:
     if not case.explains(case.first, value):
         return None
     return Cause(
-        "loss on vocabulary shards",
+        SHARDS,
         f"the loss is off by {gaps[0]:.4f} = log(tp), and the gradient of the logits is that of a sum of "
         "exponentials that is tp times too large",
     )
@@ -141,7 +143,7 @@ def labels_of_a_shard(case: Case) -> Cause | None:
     if wrong & right or few < 8:
         return None
     return Cause(
-        "loss on vocabulary shards",
+        SHARDS,
         "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
         f"{', '.join(map(str, sorted(wrong)))}, and for no others",
     )
@@ -196,7 +198,10 @@ def _is_one_factor(case: Case) -> bool:
 
 
 def another_loss(case: Case) -> Cause | None:
-    """The gradient of the logits is that of a cross entropy with label smoothing, a z-loss or a temperature, or of rounded logits."""
+    """The gradient of the logits is that of a cross entropy with label smoothing, a z-loss, a temperature or a cap, or of rounded logits.
+
+    Or each token's sum of exponentials is wrong.
+    """
     if case.first != case.names.logits_gradient or not case.has(case.names.logits, "batch/labels"):
         return None
     logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
@@ -232,10 +237,48 @@ def another_loss(case: Case) -> Cause | None:
     if inverse > 0:
         words = f"of logits that are divided by a temperature of {1 / inverse:.4g}"
         add("loss function", words, inverse * mean((inverse * logits).softmax(-1) - label))
+    cap = _cap(own, logits, label, has_label)
+    words = f"of logits that are capped, {cap:.4g} tanh(logits / {cap:.4g})"
+    add("loss function", words, mean(_of_capped(logits, label, cap)))
+    shares = mean(logits.softmax(-1))
+    # By token, how many times too large the probabilities of all entries but the label are
+    times = ((own + mean(label)) * shares).sum(-1, keepdim=True) / shares.square().sum(-1, keepdim=True)
+    times = torch.where(has_label, times, 1.0)
+    added = (1 / times - 1) * logits.logsumexp(-1, keepdim=True).exp()
+    number = round(float(added[has_label].median()))
+    value = times * shares - mean(label)
+    if number > 0 and bool(((added[has_label] / number - 1).abs() <= evidence.SAME_FACTOR).all()):
+        add(SHARDS, f"whose sums of exponentials have {number} more entries, of logits 0", value)
+    else:
+        low, high = (float(end(1 / times[has_label])) for end in (torch.min, torch.max))
+        words = f"whose sums of exponentials are {low:.8g} to {high:.8g} times what they should be"
+        add(SHARDS, words, value)
     candidates.sort(key=lambda pair: pair[0])
     if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
         return None
     return candidates[0][1]
+
+
+def _cap(own: torch.Tensor, logits: torch.Tensor, label: torch.Tensor, has_label: torch.Tensor) -> float:
+    """Return the cap of the logits that explains the gradient of the first token with a label best."""
+    token = int(has_label.flatten().nonzero()[0, 0])
+    gradient, z, label = (tensor.flatten(0, -2)[token] for tensor in (own * has_label.sum(), logits, label))
+
+    def left(cap: float) -> float:
+        return float((gradient - _of_capped(z, label, cap)).norm())
+
+    step = 2.0
+    cap = min((step**power for power in range(-8, 12)), key=left)
+    while step > 1 + 1e-12:
+        step **= 0.5
+        cap = min((cap / step, cap, cap * step), key=left)
+    return cap
+
+
+def _of_capped(logits: torch.Tensor, label: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return the gradient of the cross entropy of cap x tanh(logits / cap) of each token."""
+    share = torch.tanh(logits / cap)
+    return ((cap * share).softmax(-1) - label) * (1 - share.square())
 
 
 def _inverse_temperature(

@@ -6,6 +6,7 @@ must give what the reference has. Then the wrong way that is nearest to the run 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import torch
 from torch.nn import functional
 
 from lockstep.diagnosis.case import Case, describe
-from lockstep.diagnosis.odd import MANY, wrong_elements
-from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors
+from lockstep.diagnosis.odd import wrong_elements
+from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors, wrong_parts
+from lockstep.dumps.layout import SEQUENCE
+from lockstep.verdict.gpu_arithmetic import rounded as as_tf32
 from lockstep.verdict.result import Cause
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,9 +32,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a sigmoid": torch.sigmoid,
     "just a copy": torch.clone,
 }
-LARGEST_EPSILON = 0.1  # a larger one would say that the output is nearly zero
+MOST = 1 << 26  # elements of an output that is computed again: 512 MiB
+LARGEST_EPSILON = 0.1  # beyond, the output is nearly zero, which has other causes
 NEAR = 24  # captured tensors, about as many as a layer has
-INPUT, SETTING = "another input", "module settings"
+INPUTS, SETTING = "module inputs", "module settings"
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")  # keys of a configuration
 
 
@@ -45,15 +49,19 @@ class Module(NamedTuple):
 def another_way(case: Case) -> Cause | None:
     """The output of a module is what another input, weight, function, epsilon or precision gives."""
     names = list(case.dump.layout.sources.get(case.path, ()))
+    if not names or math.prod(case.entry["tensors"][case.first]["shape"]) > MOST:
+        return None
     sources = right_tensors(case, [f"forward/{name}" for name in names])
     own, right = case.own(case.first), case.right(case.first)
-    if not sources or own.numel() > MANY:
+    if not sources or own.ndim < 2 or own.shape[0] != sources[0].shape[0]:
         return None
     is_right = (
-        module for module in _modules(case, names, sources) if gives_the_right(case, module.compute(*sources))
+        module
+        for module in _modules(case, names, sources, own.shape)
+        if gives_the_right(case, module.compute(*sources), right)
     )
     module = next(is_right, None)
-    wrong = _wrong_samples(case, own, right)
+    wrong = _wrong_parts(case, own, right)
     if module is None or not bool(wrong.any()):
         return None
 
@@ -65,45 +73,59 @@ def another_way(case: Case) -> Cause | None:
     return None if way is None else Cause(way[0], f"{describe(case.path)} {way[1]}, as recomputed")
 
 
-def _wrong_samples(case: Case, own: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the samples that have a wrong element, of each tp rank by itself."""
-    wrong, dim = wrong_elements(case, own, right), case.sharded(case.first).get("tp")
-    shards = [wrong] if not dim else wrong.chunk(case.mesh.tp, dim)
-    ones = [1] * (own.ndim - 1)
-    return torch.cat([shard.flatten(1).any(1).view(-1, *ones).expand_as(shard) for shard in shards], dim or 1)
+def _wrong_parts(case: Case, own: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return a mask of what is wrong, by sample, by the cp rank that has a position, and by tp rank where a dim is cut over tp."""
+    groups = [(0, torch.arange(len(own)))]
+    if case.pieces and case.dump.layout.outputs[case.path][1] == SEQUENCE:
+        groups.append((1, case.cp_rank_of(own.shape[1])))
+    dim = case.sharded(case.first).get("tp", 0)
+    if dim not in (place for place, _ in groups):
+        size = own.shape[dim]
+        groups.append((dim, torch.arange(size) // -(-size // case.mesh.tp)))  # as torch.chunk cuts
+    return wrong_parts(wrong_elements(case, own, right), groups)
 
 
-def _modules(case: Case, names: list[str], sources: list[torch.Tensor]) -> Iterator[Module]:
-    """Yield what the module may be, by its weight and what it is given."""
-    weight, module = case.weight_of(case.path), case.path
-    if case.is_linear(module):
-        yield _linear(case, sources[0])
-    elif weight and len(case.dump.layout.parameters[weight]) == 1 and len(sources) == 1:
-        yield from _norms(case, sources[0])
-    elif len(sources) == 1:
-        for function in ACTIVATIONS.values():
-            yield Module(function, lambda: _activations(sources[0]))
-    elif all(source.shape == sources[0].shape for source in sources):
-        yield Module(lambda *given: sum(given[1:], given[0]), lambda: _other_sums(names, sources))
-        yield Module(lambda *given: functools.reduce(torch.mul, given), lambda: iter(()))
+def _modules(
+    case: Case, names: list[str], sources: list[torch.Tensor], shape: torch.Size
+) -> Iterator[Module]:
+    """Yield what the module may be, by its weight and by what it is given. `shape` is that of its output."""
+    weight, x = case.weight_of(case.path), sources[0]
+    if weight is not None:
+        size = case.dump.layout.parameters[weight]
+        if case.is_linear(case.path):
+            num_in, num_out = size if case.is_transposed(case.path) else reversed(size)
+            if (num_in, num_out) == (x.shape[-1], shape[-1]):
+                yield _linear(case, x)
+        elif len(size) == len(sources) == 1 and x.numel() == shape.numel() and x.shape[-1] % size[0] == 0:
+            yield from _norms(case, x)
+    elif all(source.shape == shape for source in sources):
+        if len(sources) == 1:
+            for function in ACTIVATIONS.values():
+                yield Module(function, lambda: _activations(x))
+        else:
+            yield Module(lambda *given: sum(given[1:], given[0]), lambda: _other_sums(names, sources))
+            yield Module(lambda *given: functools.reduce(torch.mul, given), lambda: iter(()))
 
 
 def _other_inputs(case: Case, module: Module, names: list[str], sources: list[torch.Tensor]) -> Iterator[Way]:
-    """Yield the output with a tensor that is captured shortly before or after: added, or in the place of one that it is computed from."""
+    """Yield the output with another input, and with another tensor added. It is one that is captured shortly before or after."""
     shapes = case.dump.layout.outputs
     order = list(shapes)
     here = order.index(case.path)
     for other in order[max(0, here - NEAR) : here + NEAR]:
-        tensors = right_tensors(case, [f"forward/{other}"])
+        is_added = shapes[other] == shapes[case.path]
+        places = [
+            place for place, name in enumerate(names) if shapes[name] == shapes[other] and other not in names
+        ]
+        tensors = right_tensors(case, [f"forward/{other}"]) if is_added or places else []
         if other == case.path or not tensors:
             continue
-        if shapes[other] == shapes[case.path]:
-            yield INPUT, f"has {describe(other)} added", module.compute(*sources) + tensors[0]
-        for place, source in enumerate(names):
-            if other not in names and shapes[other] == shapes[source]:
-                given = [*sources[:place], *tensors, *sources[place + 1 :]]
-                words = f"is computed from {describe(other)}, in the place of {describe(source)}"
-                yield INPUT, words, module.compute(*given)
+        if is_added:
+            yield INPUTS, f"has {describe(other)} added", module.compute(*sources) + tensors[0]
+        for place in places:
+            given = [*sources[:place], *tensors, *sources[place + 1 :]]
+            words = f"is computed from {describe(other)}, in the place of {describe(names[place])}"
+            yield INPUTS, words, module.compute(*given)
 
 
 def _linear(case: Case, x: torch.Tensor) -> Module:
@@ -118,8 +140,7 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
     def ways() -> Iterator[Way]:
         yield from _earlier_weights(case, name, lambda old: compute(x, old))
         if case.options["precision"] == "fp32":
-            for word, dtype in LOW.items():
-                low_x, low_weight = x.to(dtype).double(), weight.to(dtype).double()
+            for word, low_x, low_weight in _rounded_operands(x, weight):
                 for what, value in (
                     ("input and weight", compute(low_x, low_weight)),
                     ("input", compute(low_x)),
@@ -130,16 +151,32 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
     return Module(compute, ways)
 
 
+def _rounded_operands(
+    x: torch.Tensor, weight: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name of a dtype, both operands in it). Where no number is small, float16 and TF32 round alike."""
+    rounded = {word: (x.to(dtype).double(), weight.to(dtype).double()) for word, dtype in LOW.items()}
+    in_tf32 = (as_tf32(x.float()).double(), as_tf32(weight.float()).double())
+    if all(map(torch.equal, in_tf32, rounded["float16"])):
+        rounded["float16 or TF32"] = rounded.pop("float16")
+    else:
+        rounded["TF32"] = in_tf32
+    for word, (low_x, low_weight) in rounded.items():
+        yield word, low_x, low_weight
+
+
 def _norms(case: Case, x: torch.Tensor) -> Iterator[Module]:
     """Yield a norm as of RMSNorm, and one as of LayerNorm, which subtracts the mean."""
     name, bias_name = case.weight_of(case.path), f"{case.path}.bias"
     assert name is not None, "it is a norm"
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else None
     architecture = case.dump.run["architecture"]
-    eps = next((architecture[key] for key in EPSILONS if key in architecture), 0.0)
-    shape = case.own(case.first).shape
+    known = [architecture[key] for key in EPSILONS if key in architecture]
+    right = case.right(case.first)
     for is_centered in (False, True):
-        norm = Norm(case.before(name), bias, eps, is_centered, shape)
+        norm = Norm(case.before(name), bias, 0.0, is_centered, right.shape)
+        eps = known[0] if known else _epsilon(norm, x, right, torch.ones_like(right, dtype=torch.bool))
+        norm = dataclasses.replace(norm, eps=eps)
         yield Module(norm, functools.partial(_other_norms, case, name, norm, x))
 
 
@@ -175,7 +212,8 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
         return cause, words, dataclasses.replace(norm, **changes)(x)
 
     yield from _earlier_weights(case, name, lambda old: dataclasses.replace(norm, weight=old)(x))
-    eps, weight = _epsilon(case, norm, x), norm.weight
+    own, weight = case.own(case.first), norm.weight
+    eps = _epsilon(norm, x, own, wrong_elements(case, own, case.right(case.first)))
     if 0 <= eps <= LARGEST_EPSILON:
         yield way(SETTING, f"has an epsilon of {eps:.2g}, not {norm.eps:.2g}", eps=eps)
     yield way(SETTING, "is not multiplied with its weight", weight=torch.ones_like(weight))
@@ -196,16 +234,15 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
             yield PRECISION, f"is computed with its input rounded to {word}", norm(x.to(dtype).double())
 
 
-def _epsilon(case: Case, norm: Norm, x: torch.Tensor) -> float:
-    """Return the epsilon that the wrong rows show: the output is sqrt(variance / (variance + epsilon)) times the one without."""
-    own, (_, variance) = case.own(case.first), norm.moments(x)
+def _epsilon(norm: Norm, x: torch.Tensor, output: torch.Tensor, chosen: torch.Tensor) -> float:
+    """Return the epsilon that an output shows where it is `chosen`: without one, it is sqrt((variance + epsilon) / variance) times as large."""
+    _, variance = norm.moments(x)
     without = dataclasses.replace(norm, eps=0.0, bias=None)(x)
-    own = own if norm.bias is None else own - norm.bias
-    own, without = (tensor.reshape(-1, len(norm.weight)) for tensor in (own, without))
-    ratio = (own * without).sum(-1) / without.square().sum(-1)
-    wrong = wrong_elements(case, case.own(case.first), case.right(case.first)).reshape(own.shape).any(-1)
-    shown = variance.flatten() * (ratio**-2 - 1)
-    return max(0.0, float(shown[wrong].median())) if bool(wrong.any()) else norm.eps
+    output = output if norm.bias is None else output - norm.bias
+    output, without, chosen = (tensor.reshape(-1, len(norm.weight)) for tensor in (output, without, chosen))
+    ratio = (output * without).sum(-1) / without.square().sum(-1)
+    shown = (variance.flatten() * (ratio**-2 - 1))[chosen.any(-1)]
+    return max(0.0, float(shown.median())) if len(shown) else norm.eps
 
 
 def _earlier_weights(case: Case, name: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Way]:
@@ -225,4 +262,4 @@ def _activations(x: torch.Tensor) -> Iterator[Way]:
 def _other_sums(names: list[str], sources: list[torch.Tensor]) -> Iterator[Way]:
     total = sum(sources[1:], sources[0])
     for name, source in zip(names, sources, strict=True):
-        yield INPUT, f"lacks {describe(name)}", total - source
+        yield INPUTS, f"lacks {describe(name)}", total - source

@@ -13,14 +13,13 @@ from lockstep.ground.words import and_more
 from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.model_pass import ModelPass
-from lockstep.recorded.reduced import Reduction
+from lockstep.recorded.reduced import Reduction, eps_of
 from lockstep.recorder.micro_batch import LOG_PROBS, JoinedMicroBatch
 from lockstep.recorder.module_hooks import module_of
 from lockstep.verdict import normalisation
 from lockstep.verdict.computed import Computed
 from lockstep.verdict.factors import Factors
 from lockstep.verdict.judgement import Judgement
-from lockstep.verdict.lazy import Lazy
 from lockstep.verdict.modules import Modules, Tensors, as_pieces
 from lockstep.verdict.normalisation import Gradients, Sum
 from lockstep.verdict.rows import StepVerdict
@@ -54,7 +53,7 @@ class ForcedPass:
         results of free passes.
         """
         rank, dtype = micro_batch.ranks[0], micro_batch.record.loss_dtype
-        self.of_loss = max(self.of_loss, _eps(dtype_of(dtype)) if dtype else 0.0)
+        self.of_loss = max(self.of_loss, eps_of(dtype_of(dtype)) if dtype else 0.0)
         of_rank = {
             name: [(rank, tensor)]
             for name, tensors in own.items()
@@ -133,7 +132,7 @@ class ForcedPass:
             # The factor of a clipping that was not seen follows from norms, so it has the errors of the free pass. Measure it here.
             measured = normalisation.fit(observed, self.yardstick_gradients, clipped).weights
             weights = weights * ((measured * weights).sum() / weights.square().sum())
-        weights = self._measured(observed, weights, clipped, reduction.dtypes)
+        weights = self._measured(observed, weights, clipped, reduction)
         reference = Sum(observed, self.reference_gradients, weights, clipped)
         terms = Sum(observed, self.yardstick_gradients, weights, clipped)
         yardstick = reduction.rounded(terms, weights)
@@ -153,19 +152,14 @@ class ForcedPass:
         observed: Gradients,
         weights: torch.Tensor,
         clipped: dict[str, float],
-        dtypes: dict[str, torch.dtype],
+        reduction: Reduction,
     ) -> torch.Tensor:
         """Return `weights` as rounding left them: in 16 bits, a third is 1.002 times a third, and so is all that a loss is divided by.
 
-        They are measured where gradients are rounded least: some may be in float32, as of a last layer.
+        They are measured where gradients are rounded least.
         """
-        least, most = min(map(_eps, dtypes.values())), max(self.of_loss, *map(_eps, dtypes.values()))
-        if most <= _eps(torch.float32):
+        most = max(self.of_loss, *map(eps_of, reduction.dtypes.values()))
+        if most <= eps_of(torch.float32):
             return weights
-        finest = Lazy((name for name in observed if _eps(dtypes[name]) == least), lambda name: observed[name])
-        measured = normalisation.fit(finest, self.yardstick_gradients, clipped).weights
+        measured = normalisation.fit(reduction.finest(observed), self.yardstick_gradients, clipped).weights
         return measured if bool(((measured / weights - 1).abs() <= SCALARS * most).all()) else weights
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps

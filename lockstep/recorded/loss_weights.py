@@ -80,11 +80,12 @@ class LossWeights:
         # The exact weights that the losses should have; None if they are not near them
         self.nominal: torch.Tensor | None = None
 
-    def judge(self, fitted: Fit, again: Fit, expect: str | None) -> torch.Tensor:
+    def judge(self, fitted: Fit, again: Fit, expect: str | None, finest: torch.Tensor) -> torch.Tensor:
         """Judge what the gradient is a mean over, and the factor before it.
 
         `fitted` has the weights that were measured in the run's gradients, `again` those in the yardstick's. `expect`
-        is the mean that was meant, None if any known one will do. Returns the weights of the losses that the
+        is the mean that was meant, None if any known one will do. `finest` are the weights measured in the gradients that are rounded least.
+        Returns the weights of the losses that the
         gradients are then held against: those of the mean, or as they were measured.
         """
         verdict = self.verdict
@@ -166,7 +167,8 @@ class LossWeights:
         # Gradients that all but cancel, or whose errors are not independent, may take a measured weight away from what it
         # is.
         off = SCALARS * max((torch.finfo(dtype_of(name)).eps for name in verdict.lowered), default=0.0)
-        factor = float((loss_weights * self.nominal).sum() / self.nominal.square().sum())
+        finest = finest[: len(self.micro)]
+        factor = float((finest * self.nominal).sum() / self.nominal.square().sum())
         return torch.cat([self.nominal * min(max(factor, 1 - off), 1 + off), term_weights])
 
     def _of_samples(self, measured: torch.Tensor, named: Named) -> Named | None:

@@ -23,6 +23,13 @@ class Reduction:
     def in_16_bits(self) -> bool:
         return any(torch.finfo(dtype).bits <= 16 for dtype in self.dtypes.values())
 
+    def finest(self, gradients: Gradients) -> Gradients:
+        """Return the gradients that are rounded least: some may be in float32, as of a last layer."""
+        least = min(map(eps_of, self.dtypes.values()))
+        return Lazy(
+            (name for name in gradients if eps_of(self.dtypes[name]) == least), lambda name: gradients[name]
+        )
+
     def rounded(self, terms: Sum, weights: torch.Tensor) -> Lazy:
         """Return a sum of the yardstick's gradients, rounded as in the run. `weights` are those of the micro batches' losses."""
         return accumulated(terms, self.dtypes, self._scale(weights))
@@ -34,6 +41,10 @@ class Reduction:
         return float(known.median().log2().round().exp2()) if len(known) else 1.0
 
 
+def eps_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
 def _dtypes_of(recording: Recording, observed: Gradients) -> dict[str, torch.dtype]:
     """Return the dtypes in which gradients are summed. A gradient that was read from a float32 copy has fewer digits than the copy."""
     micro_batch = recording.steps[0][0].micro_batches[0]
@@ -42,9 +53,5 @@ def _dtypes_of(recording: Recording, observed: Gradients) -> dict[str, torch.dty
     for name in observed:
         policy = policy_of(name, micro_batch.policies)
         dtype = policy.reduce or policy.param if policy else micro_batch.param_dtype
-        dtypes[name] = (
-            dtype_of(dtype)
-            if dtype
-            else max(initial[name], observed[name].dtype, key=lambda one: torch.finfo(one).eps)
-        )
+        dtypes[name] = dtype_of(dtype) if dtype else max(initial[name], observed[name].dtype, key=eps_of)
     return dtypes

@@ -319,7 +319,10 @@ class _Step:
             weighed = LossWeights(
                 self.rank_checks, self.free.reference_results, made_of, elsewhere, norm, beside, self.others
             )
-            loss_weights = weighed.judge(fitted, again, expect)
+            finest, finest_weights = self.reduction.finest(self.gradients), fitted.weights
+            if len(finest) < len(self.gradients):
+                finest_weights = normalisation.fit(finest, columns, self.clipped, losses=losses).weights
+            loss_weights = weighed.judge(fitted, again, expect, finest_weights)
             yardstick = self._yardstick(loss_weights)
             self.norm_problems, nominal = weighed.norm_problems, weighed.nominal
             self.by_hand = weighed.by_hand != 1

@@ -56,10 +56,7 @@ class Forced(Passes):
         self.model, self.exact, layout = model, exact, dump.layout
         self.in_float32 = dump.run["config"]["precision"] == "fp32" and not exact
         self.autocast = dump.run["config"]["precision"] == "autocast" and not exact
-        run = dump.run
-        self.of_device = functools.partial(
-            as_in_the_run, run["config"]["device"], run["threads"], [], run["versions"]
-        )
+        self.run = dump.run
         self.names = {choice.call: name for name, choice in layout.choices.items()}
         self.widths = {choice.call: choice.width for choice in layout.choices.values()}
         self.handles = [
@@ -105,13 +102,20 @@ class Forced(Passes):
             self.written = {name: in_width(x, torch.float32) for name, x in micro.written.items()}
         mode = (Float64 if self.exact else Told)(micro.choices, self.widths)
         self.hooks.begin(micro.number)
-        with contextlib.nullcontext() if self.exact else self.of_device():
-            with mode, torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
-            self.hooks.end()
-            with mode:
-                (share * loss).backward()
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+        with mode, self._of_device(), autocast:
+            loss = causal_lm_loss(self.model, **micro.batch, num_labels=num_labels)
+        self.hooks.end()
+        with mode, self._of_device():
+            (share * loss).backward()
         return Computed({}, float(loss.detach()), 1.0, {}, self.modules, mode.taken(self.names))
+
+    def _of_device(self) -> contextlib.AbstractContextManager[None]:
+        """The arithmetic of the run's device, for a yardstick."""
+        run = self.run
+        if self.exact:
+            return contextlib.nullcontext()
+        return as_in_the_run(run["config"]["device"], run["threads"], [], run["versions"])
 
     def gradients(self) -> Lazy:
         """Return the gradients of the parameters, in float64."""

@@ -9,7 +9,7 @@ from one_tensor import case_of
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from lockstep.diagnosis.attention import another_way
+from lockstep.diagnosis.attention import another_way, another_way_back
 
 SAMPLES, HEADS, SHARED, LENGTH, SIZE = 3, 4, 2, 12, 16
 LAYER, BEFORE = "model.layers.1.self_attn", "model.layers.0.self_attn"
@@ -22,6 +22,9 @@ DOCUMENTS = torch.tensor(
 )
 APART = ((DOCUMENTS == 0).cumsum(1)[:, :, None] == (DOCUMENTS == 0).cumsum(1)[:, None])[:, None]
 TOKENS = (torch.tensor([[12], [7], [9]]) > PLACE).long()
+
+
+ARRIVED = torch.randn(SAMPLES, LENGTH, HEADS * SIZE, generator=torch.Generator().manual_seed(4)).double()
 
 
 @functools.cache
@@ -47,9 +50,10 @@ def attention(
     keys_of=1,
     change=lambda q, k, v: (q, k, v),
     attend=scaled_dot_product_attention,
+    tensors=None,
 ):
     """The output, (samples, heads, positions, head size)."""
-    (q, _, _), (_, k, v) = of_layer(1), of_layer(keys_of)
+    (q, _, _), (_, k, v) = (tensors, tensors) if tensors else (of_layer(1), of_layer(keys_of))
     q, k, v = (tensor.unflatten(-1, (-1, SIZE)).transpose(1, 2) for tensor in (q, k, v))
     q, k = turn(q, k, *angles(positions))
     q, k, v = change(q, *(tensor.repeat_interleave(HEADS // SHARED, 1) for tensor in (k, v)))
@@ -60,7 +64,7 @@ def laid_out(output):
     return output.transpose(1, 2).flatten(2)
 
 
-def case(own, right, *, positions=PLACE[None], window=None, context=False, batch=(), **options):
+def case(own, right, *, first=OUTPUT, positions=PLACE[None], window=None, context=False, batch=(), **options):
     """A case whose layers have these queries, keys and values, and whose first wrong tensor is `own`."""
     tensors = {
         f"forward/{layer}.{part}_proj": tensor
@@ -69,8 +73,9 @@ def case(own, right, *, positions=PLACE[None], window=None, context=False, batch
     }
     tensors |= dict(zip((ROTARY, f"{ROTARY}.1"), angles(positions), strict=True))
     tensors |= {f"batch/{name}": tensor.double() for name, tensor in dict(batch).items()}
+    tensors[f"backward/{LAYER}.o_proj.input"] = ARRIVED
     return case_of(
-        OUTPUT,
+        first,
         own,
         right,
         tensors,
@@ -130,22 +135,53 @@ WAYS = {
     "heads 0 to 1 attend to KV head 1 and heads 2 to 3 attend to KV head 0": {
         "change": lambda q, k, v: (q, k.roll(2, 1), v.roll(2, 1))
     },
-    "heads 1 to 2 of 4: head 1 attends to KV head 1 and head 2 attends to KV head 0": {
+    "head 1 attends to KV head 1 and head 2 attends to KV head 0": {
         "change": lambda q, k, v: (q, k[:, [0, 2, 1, 3]], v[:, [0, 2, 1, 3]])
     },
     f"keys and values are those of {BEFORE}": {"keys_of": 0},
-    "queries and keys are not turned": {"turn": turned_otherwise(zero, zero)},
-    "queries are not turned": {"turn": turned_otherwise(zero, same)},
-    "keys are not turned": {"turn": turned_otherwise(same, zero)},
-    "pairs of neighbours are turned, not pairs of halves": {"turn": neighbours},
-    "queries and keys are turned backwards": {"turn": turned_otherwise(lambda x: -x, lambda x: -x)},
-    "queries and keys are turned twice": {"turn": turned_otherwise(lambda x: 2 * x, lambda x: 2 * x)},
-    "queries are turned by one position more than keys": {"turn": turned_otherwise(lambda x: x + 1, same)},
-    "queries are turned by one position less than keys": {"turn": turned_otherwise(same, lambda x: x + 1)},
+    "queries and keys are not rotated": {"turn": turned_otherwise(zero, zero)},
+    "queries are not rotated": {"turn": turned_otherwise(zero, same)},
+    "keys are not rotated": {"turn": turned_otherwise(same, zero)},
+    "neighbouring elements are rotated as pairs, where the model has pairs of halves": {"turn": neighbours},
+    "queries and keys are rotated backwards": {"turn": turned_otherwise(lambda x: -x, lambda x: -x)},
+    "queries and keys are rotated twice": {"turn": turned_otherwise(lambda x: 2 * x, lambda x: 2 * x)},
+    "queries are rotated by one position more than keys": {"turn": turned_otherwise(lambda x: x + 1, same)},
+    "queries are rotated by one position less than keys": {"turn": turned_otherwise(same, lambda x: x + 1)},
     "the scores are multiplied by 1, not by 0.25": {"scale": 1.0},
     "the scores are multiplied by 0.125, not by 0.25": {"scale": 0.125},
     "the scores are multiplied by 0.3, not by 0.25": {"scale": 0.3},
 }
+
+
+def gradient(part, **changes):
+    """The gradient of queries, keys or values, as their projection has it."""
+    q, k, v = (tensor.clone().requires_grad_() for tensor in of_layer(1))
+    laid_out(attention(tensors=(q, k, v), **changes)).backward(ARRIVED)
+    return {"q": q, "k": k, "v": v}[part].grad
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@pytest.mark.parametrize("part", "qkv")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "each position sees the next one",
+        "there is a window of 5 positions",
+        "queries and keys are not rotated",
+        "queries are rotated by one position more than keys",
+        "the scores are multiplied by 0.3, not by 0.25",
+    ],
+)
+def test_a_way_of_the_backward_pass(said, part, precision):
+    own, right = gradient(part, **WAYS[said]), gradient(part)
+    first = f"backward/{LAYER}.{part}_proj"
+    found = another_way_back(case(own, right, first=first, precision=precision))
+    if "window" in said and part != "q":  # the first wrong query says how long it is
+        assert found is None
+    else:
+        assert found is not None and found.evidence == f"{LAYER}: in the backward pass, {said}, as recomputed"
+    assert another_way_back(case(1.1 * right, right, first=first, precision=precision)) is None
+    assert another_way_back(case(own, 1.1 * right, first=first, precision=precision)) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast"])
@@ -176,7 +212,7 @@ def test_heads_that_are_not_transposed_back(tp):
     right = attention()
     own = [heads.reshape(SAMPLES, LENGTH, -1) for heads in right.chunk(tp, 1)]
     found = another_way(case(torch.cat(own, 2), laid_out(right), tp=tp))
-    assert found.evidence == f"{LAYER}: the heads are not transposed back, as recomputed"
+    assert found.evidence == f"{LAYER}: the output is laid out by heads, not by positions, as recomputed"
     assert tp == 1 or another_way(case(torch.cat(own, 2), laid_out(right))) is None
 
 
@@ -205,7 +241,9 @@ def test_the_softmax_in_bfloat16():
             "seen": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5])[:, None] >= PLACE
         },
         "each cp rank sees its own positions alone": {"seen": CAUSAL & (OWNER[:, None] == OWNER)},
-        "what the keys of each cp rank give is averaged, without its weight": {"attend": of_each_rank},
+        "the outputs from the keys of each cp rank are averaged, without the weights of their softmaxes": {
+            "attend": of_each_rank
+        },
     }.items(),
 )
 def test_context_parallelism(said, changes):

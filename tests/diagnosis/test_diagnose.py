@@ -792,6 +792,14 @@ def test_weights_of_tokens(weights, said, off):
     assert found is None or found.evidence == f"in the gradient of the logits, {said}"
 
 
+def summed_in_bfloat16(z, y):
+    """Mean cross entropy whose sums of exponentials are rounded; of tokens with a label."""
+    z, y = z[y != -100], y[y != -100]
+    total = z.exp().sum(-1)
+    rounded = total.detach().bfloat16().double()
+    return (total / rounded - z.gather(-1, y[:, None])[:, 0]).mean()
+
+
 def of_logits(own, right, logits, labels, precision="fp32"):
     """A case whose first wrong tensor is the gradient of the logits."""
     tensors = {LOGITS: own, "forward/lm_head": logits, "batch/labels": labels}
@@ -822,7 +830,17 @@ def of_logits(own, right, logits, labels, precision="fp32"):
             lambda z, y: F.cross_entropy(z.detach().bfloat16().double() + z - z.detach(), y),
             "of logits that are rounded to bfloat16",
         ),
-        (lambda z, y: F.cross_entropy(z.tanh(), y), None),
+        (lambda z, y: F.cross_entropy(z.tanh(), y), "of logits that are capped, 1 tanh(logits / 1)"),
+        (
+            lambda z, y: F.cross_entropy(7 * (z / 7).tanh(), y),
+            "of logits that are capped, 7 tanh(logits / 7)",
+        ),
+        (
+            lambda z, y: F.cross_entropy(torch.cat([z, z.new_zeros(12, 8)], -1), y),
+            "whose sums of exponentials have 8 more entries, of logits 0",
+        ),
+        (lambda z, y: summed_in_bfloat16(z, y), "whose sums of exponentials are 0.99"),
+        (lambda z, y: F.cross_entropy(z.sin(), y), None),
         (lambda z, y: 0.9 * F.cross_entropy(z, y), None),  # a factor
         (lambda z, y: F.multi_margin_loss(z[y != -100], y[y != -100]), None),
     ],

@@ -45,7 +45,7 @@ SHARDED = {
         None,
         "all elements are zero",
     ),  # it is zero in the first step
-    "residual added twice": ("forward/model.layers.1", 1, "another input", ""),
+    "residual added twice": ("forward/model.layers.1", 1, "module inputs", ""),
     "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, "activation function", ""),
     "last position zeroed": (f"forward/{INTO_MLP}", 1, None, "only position 31 of 32 is wrong"),
     "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one"),

@@ -12,6 +12,7 @@ from families import architecture, built
 from ranks import ROOT, run_ranks
 from small_inputs import batches
 
+from lockstep.diagnosis.attention import documents_together
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.loss import counted_otherwise
 from lockstep.dumps import history
@@ -270,6 +271,31 @@ class TestCountedOtherwise:
 
     def test_where_all_tokens_have_labels_nothing_is(self):
         assert self.cause(19 / 32, labels=torch.zeros(4, 8)) is None
+
+
+class TestDocumentsTogether:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])
+
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], True),
+            ([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], False),  # in a first document, too
+            ([[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1]], False),  # not where a document begins
+        ],
+    )
+    def test_is_named_where_first_tokens_see_others(self, wrong, named):
+        reference = torch.zeros(2, 6, 3)
+        seen = Seen(
+            "forward/attention.input",
+            reference + torch.tensor(wrong)[..., None],
+            reference,
+            position_ids=self.positions,
+        )
+        found = documents_together(seen)
+        assert (found is not None) == named
+        if found:
+            assert "wrong at 3 of 3 first tokens of later ones" in found.evidence
 
 
 class TestPadding:
