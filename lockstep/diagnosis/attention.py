@@ -18,7 +18,15 @@ import torch
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.odd import numbered, places_of, wrong_elements
-from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors, wrong_parts
+from lockstep.diagnosis.ways import (
+    PRECISION,
+    Way,
+    gives_the_right,
+    nearest,
+    right_tensors,
+    roundings,
+    wrong_parts,
+)
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
@@ -64,16 +72,16 @@ class Attention:
         turn: Turn | None = None,
         turn_keys: Turn | None = None,
         scale: float | None = None,
-        scores_in: torch.dtype = torch.float64,
-        weights_in: torch.dtype = torch.float64,
+        scores_in: Turn = torch.Tensor.double,
+        weights_in: Turn = torch.Tensor.double,
     ) -> torch.Tensor:
         """Return the output, (samples, positions, heads, head size). That of a query that sees no key is NaN."""
         turn = turn or self.turned
         q, k = turn(self.q), (turn_keys or turn)(self.k)
         k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, self.v))
-        scores = ((self.scale if scale is None else scale) * q @ k.transpose(-1, -2)).to(scores_in).double()
+        scores = scores_in((self.scale if scale is None else scale) * q @ k.transpose(-1, -2))
         weights = scores.masked_fill(~(self.seen if seen is None else seen), -math.inf).softmax(-1)
-        return (weights.to(weights_in).double() @ v).transpose(1, 2)
+        return (weights_in(weights) @ v).transpose(1, 2)
 
     @property
     def scale(self) -> float:
@@ -170,7 +178,11 @@ def _nearest(case: Case, layer: str, samples: torch.Tensor, found: Attention, me
     groups.append((1, case.cp_rank_of(own.shape[1])))
     wrong = wrong_parts(wrong_elements(case, own, right), groups)
     ways = _ways(case, right_way, layer, own, right, wrong, measured)
-    way = nearest(case, own, right, wrong, ((name, words, measured(output)) for name, words, output in ways))
+    again, of_ways = (
+        measured(right_way.output()),
+        ((name, words, measured(value)) for name, words, value in ways),
+    )
+    way = nearest(case, own, right, again, wrong, of_ways)
     if way is None:
         return None
     name, words = way
@@ -379,22 +391,24 @@ def _scale(found: Attention, own: torch.Tensor, wrong: torch.Tensor, measured: T
         (found.scale * 2**power for power in range(-3, 4)),
         key=lambda scale: float((own - output(scale)).norm()),
     )
+    right_scale = found.scale
     for _ in range(NEWTON_STEPS):
         value = output(scale)
         slope = (output(scale * (1 + STEP)) - value) / (scale * STEP)
         scale += evidence.multiple_of(own - value, slope)
-    return scale
+    return 0.0 if abs(scale) <= STEP * right_scale else scale
 
 
 def _roundings(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        yield f"the softmax is computed in {name}", found.output(scores_in=dtype, weights_in=dtype)
-        yield f"the scores are rounded to {name}", found.output(scores_in=dtype)
-        yield f"the weights of values are rounded to {name}", found.output(weights_in=dtype)
+    operands = [x.detach() for x in (found.turned(found.q), found.turned(found.k), found.v)]
+    for name, low in roundings(*operands).items():
 
-        def turned(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return found.turned(x).to(dtype).double()
+        def turned(x: torch.Tensor, low: Turn = low) -> torch.Tensor:
+            return low(found.turned(x))
 
-        words = f"queries, keys and values are rounded to {name}"
-        yield words, found.but(v=found.v.to(dtype).double()).output(turn=turned)
+        low_values = found.but(v=low(found.v))
+        yield f"queries, keys and values are rounded to {name}", low_values.output(turn=turned)
+        yield f"both products are computed in {name}", low_values.output(turn=turned, weights_in=low)
+        yield f"the softmax is computed in {name}", found.output(scores_in=low, weights_in=low)
+        yield f"the scores are rounded to {name}", found.output(scores_in=low)
+        yield f"the weights of values are rounded to {name}", found.output(weights_in=low)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from lockstep.diagnosis import evidence, recompute
+from lockstep.diagnosis import evidence, forward, recompute
 from lockstep.diagnosis.case import Case, describe
 from lockstep.diagnosis.odd import numbered, places_of, samples_and_positions, wrong_elements
 from lockstep.ground.words import and_more
@@ -32,7 +32,7 @@ def input_gradient(case: Case) -> Cause | None:
     if candidates:
         _, rank, group = min(candidates)
         return Cause(
-            "tp reduction missing",
+            forward.name_of_share(case),
             f"{what} has only tp rank {rank}'s share of the part that comes back through {', '.join(group)}",
         )
     only_tp = case.names_of(case.mesh.tp) == ["tp"]  # else the factor does not say what is repeated

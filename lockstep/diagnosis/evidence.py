@@ -9,6 +9,9 @@ import torch
 NEAR = {"fp32": 1e-3, "autocast": 0.03, "bf16": 0.03}
 # Several explanations may fit. One is taken only if every other leaves more than this times its error: less may be chance.
 NEARER = 1.05
+# The numbers of the first ones are numbers of bfloat16, too.
+LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
+BY_CHANCE = 6  # standard errors: beyond, it is no chance
 SAME_FACTOR = 1e-2  # two measured factors that are as near to each other as this are the same
 
 
@@ -53,7 +56,7 @@ def relative_error(own: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """Return the fraction of elements that dropout has zeroed; None if it is not dropout.
+    """Return the fraction of elements that dropout has zeroed, whatever their size; None if it is not dropout.
 
     Dropout zeroes scattered elements, and the others are larger to make up for it. The mask is random, so the fraction of zeros is p
     only by chance. The others must be 1 / (1 - p) times the reference, for a p as near to the fraction as chance allows. Zeros that
@@ -63,6 +66,10 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
     count, fraction = int(is_zeroed.sum()), float(is_zeroed.double().mean())
     if own.ndim < 2 or count < 10 or not 0.005 <= fraction <= 0.6:
         return None
+    sizes = reference.abs()
+    chance = float(sizes.std()) / math.sqrt(count)
+    if abs(float(sizes[is_zeroed].mean() - sizes.mean())) > BY_CHANCE * chance:
+        return None  # the smallest or the largest ones
     is_kept = ~is_zeroed & (reference != 0)
     factor = multiple_of(own[is_kept], reference[is_kept])
     error = relative_error(own[is_kept], factor * reference[is_kept]) if math.isfinite(factor) else math.inf
@@ -80,15 +87,20 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
 
 
 def rounded_to(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
-    """Return "bfloat16" or "float16" if all tensors of these pairs (tensor, its reference) are such numbers; "" if not.
+    """Return the name of a dtype of 8 or 16 bits if all tensors of these pairs (tensor, its reference) are such numbers; "" if not.
 
     They must be off by no more than rounding. Many float32 numbers are not all 16-bit numbers by chance. Zeros and ones are, so some
     tensor must have many values.
     """
-    dtypes, has_many_values = [torch.bfloat16, torch.float16], False
+    dtypes, has_many_values = list(LOW), False
     for own, reference in pairs:  # one at a time: they may be all moments of a model
-        dtypes = [dtype for dtype in dtypes if bool((own == own.to(dtype).double()).all())]
-        if not dtypes or not relative_error(own, reference) <= 2.0**-5:
+        error = relative_error(own, reference)
+        dtypes = [
+            dtype
+            for dtype in dtypes
+            if error <= 8 * torch.finfo(dtype).eps and bool((own == own.to(dtype).double()).all())
+        ]
+        if not dtypes:
             return ""
         has_many_values = has_many_values or len(own.unique()) >= 16
     return str(dtypes[0]).removeprefix("torch.") if has_many_values else ""

@@ -188,8 +188,17 @@ def rounded(case: Case) -> Cause | None:
     return Cause("precision", f"every element of {what} is a {dtype} number{run}")
 
 
+def name_of_share(case: Case) -> str:
+    """Return the name of the cause if a tensor that every tp rank has is one rank's share of a sum.
+
+    Without the sum, each rank has its own share.
+    """
+    is_replicated = "tp" not in case.sharded(case.first) and case.mesh.tp > 1
+    return "share lost" if is_replicated and not case.odd_ranks(case.first) else "tp reduction missing"
+
+
 def sum_over_tp(case: Case) -> Cause | None:
-    """The output of a layer that sums over tp is one rank's share, or has the sum or only its bias tp times."""
+    """The output of a layer that sums over tp is one rank's share, on each or on all ranks, or has the sum or only its bias tp times."""
     module, tp = case.path, case.mesh.tp
     shares = recompute.forward_shares(case, module)
     if not shares:
@@ -199,7 +208,7 @@ def sum_over_tp(case: Case) -> Cause | None:
     for rank, share in enumerate(shares):
         if any(case.explains(case.first, share + added) for added in (bias, 0 * bias)):
             return Cause(
-                "tp reduction missing",
+                name_of_share(case),
                 f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",
             )
     # Each rank keeps its own positions of the sum
@@ -221,6 +230,15 @@ def sum_over_tp(case: Case) -> Cause | None:
     return None
 
 
+def scaled(case: Case) -> Cause | None:
+    """An output is a multiple of the right one, though what it is computed from is right."""
+    sources = case.dump.layout.sources.get(case.path, ())
+    factor = case.factor([case.rows[case.first]])
+    if factor is None or any(case.is_wrong(f"forward/{name}") for name in sources):
+        return None
+    return Cause("output scale", f"{describe(case.path)} is {case.in_words(factor)} times what it should be")
+
+
 BATCH_RULES = (batch,)
 FORWARD_RULES = (
     dropout,
@@ -233,4 +251,5 @@ FORWARD_RULES = (
     sum_over_tp,
     exchanged.outputs_exchanged,
     exchanged.other_rows,
+    scaled,
 )

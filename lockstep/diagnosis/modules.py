@@ -15,12 +15,20 @@ from torch.nn import functional
 
 from lockstep.diagnosis.case import Case, describe
 from lockstep.diagnosis.odd import wrong_elements
-from lockstep.diagnosis.ways import PRECISION, Way, gives_the_right, nearest, right_tensors, wrong_parts
+from lockstep.diagnosis.ways import (
+    PRECISION,
+    Way,
+    gives_the_right,
+    nearest,
+    right_tensors,
+    roundings,
+    wrong_parts,
+)
 from lockstep.dumps.layout import SEQUENCE
-from lockstep.verdict.gpu_arithmetic import rounded as as_tf32
 from lockstep.verdict.result import Cause
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+COPY = "just a copy"
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "silu": functional.silu,
@@ -30,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the square of relu": lambda x: torch.relu(x).square(),
     "tanh": torch.tanh,
     "a sigmoid": torch.sigmoid,
-    "just a copy": torch.clone,
+    COPY: torch.clone,
 }
 MOST = 1 << 26  # elements of an output that is computed again: 512 MiB
 LARGEST_EPSILON = 0.1  # beyond, the output is nearly zero, which has other causes
@@ -69,7 +77,7 @@ def another_way(case: Case) -> Cause | None:
         yield from module.ways()
         yield from _other_inputs(case, module, names, sources)
 
-    way = nearest(case, own, right, wrong, ways())
+    way = nearest(case, own, right, module.compute(*sources), wrong, ways())
     return None if way is None else Cause(way[0], f"{describe(case.path)} {way[1]}, as recomputed")
 
 
@@ -100,11 +108,12 @@ def _modules(
             yield from _norms(case, x)
     elif all(source.shape == shape for source in sources):
         if len(sources) == 1:
-            for function in ACTIVATIONS.values():
-                yield Module(function, lambda: _activations(x))
+            for name, function in ACTIVATIONS.items():
+                # A module that returns what another one does, as a block does, is no activation function.
+                yield Module(function, functools.partial(_activations, x) if name != COPY else _no_ways)
         else:
             yield Module(lambda *given: sum(given[1:], given[0]), lambda: _other_sums(names, sources))
-            yield Module(lambda *given: functools.reduce(torch.mul, given), lambda: iter(()))
+            yield Module(lambda *given: functools.reduce(torch.mul, given), _no_ways)
 
 
 def _other_inputs(case: Case, module: Module, names: list[str], sources: list[torch.Tensor]) -> Iterator[Way]:
@@ -140,7 +149,8 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
     def ways() -> Iterator[Way]:
         yield from _earlier_weights(case, name, lambda old: compute(x, old))
         if case.options["precision"] == "fp32":
-            for word, low_x, low_weight in _rounded_operands(x, weight):
+            for word, low in roundings(x, weight).items():
+                low_x, low_weight = low(x), low(weight)
                 for what, value in (
                     ("input and weight", compute(low_x, low_weight)),
                     ("input", compute(low_x)),
@@ -149,20 +159,6 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
                     yield PRECISION, f"is computed with its {what} rounded to {word}", value
 
     return Module(compute, ways)
-
-
-def _rounded_operands(
-    x: torch.Tensor, weight: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name of a dtype, both operands in it). Where no number is small, float16 and TF32 round alike."""
-    rounded = {word: (x.to(dtype).double(), weight.to(dtype).double()) for word, dtype in LOW.items()}
-    in_tf32 = (as_tf32(x.float()).double(), as_tf32(weight.float()).double())
-    if all(map(torch.equal, in_tf32, rounded["float16"])):
-        rounded["float16 or TF32"] = rounded.pop("float16")
-    else:
-        rounded["TF32"] = in_tf32
-    for word, (low_x, low_weight) in rounded.items():
-        yield word, low_x, low_weight
 
 
 def _norms(case: Case, x: torch.Tensor) -> Iterator[Module]:
@@ -216,6 +212,8 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
     eps = _epsilon(norm, x, own, wrong_elements(case, own, case.right(case.first)))
     if 0 <= eps <= LARGEST_EPSILON:
         yield way(SETTING, f"has an epsilon of {eps:.2g}, not {norm.eps:.2g}", eps=eps)
+    twice = norm(dataclasses.replace(norm, weight=torch.ones_like(weight), bias=None)(x).reshape(x.shape))
+    yield SETTING, "is that of an input that has been normed already", twice
     yield way(SETTING, "is not multiplied with its weight", weight=torch.ones_like(weight))
     yield way(SETTING, "is multiplied with 1 + its weight", weight=1 + weight)
     words = "has no mean subtracted" if norm.is_centered else "has the mean subtracted"
@@ -252,6 +250,10 @@ def _earlier_weights(case: Case, name: str, compute: Callable[[torch.Tensor], to
             f"is computed with {name} as it was before step {step}",
             compute(case.before(name, step)),
         )
+
+
+def _no_ways() -> Iterator[Way]:
+    yield from ()
 
 
 def _activations(x: torch.Tensor) -> Iterator[Way]:

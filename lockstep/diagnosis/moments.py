@@ -353,6 +353,17 @@ def scaled_gradients(case: Case) -> Cause | None:
         return None
     shown = " or ".join(map(str, different))
     sentence = f"the gradients in the moments of {paths(rows)} are {shown} times those that were recorded"
+    bound = case.options["max_grad_norm"]
+    unlimited = bound / case.norm.used if case.norm is not None and case.norm.used else 0.0
+    if len(different) == 1 and unlimited > 1 and _are_one([*factors, unlimited]):
+        sentence += ", which is the bound of clipping / the norm: a factor above 1 is not left out"
+        return Cause("clipping", sentence)
+    names = case.names_of(factors[0] / case.clip) if case.clip < 1 and _are_one(factors) else []
+    if names:
+        times = f"{factors[0] / case.clip:.4g} = {' or '.join(names)}"
+        return Cause(
+            "gradient scale", f"{sentence}: {times} times what clipping leaves of them, by {case.clip:.4g}"
+        )
     if case.clip < 1:
         return Cause("clipping", f"{sentence}, not {case.clip:.4g}, by which they must be clipped")
     return Cause("gradient scale", sentence)

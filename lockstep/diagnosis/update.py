@@ -44,9 +44,18 @@ def update_left_out(case: Case) -> Cause | None:
         )
     if not rows:
         return None
+    if all(_is_rounded_away(case, row) for row in rows):
+        sentence = f"the updates of {paths(rows)} are rounded away: the updated weights, rounded to bfloat16, are what they were before"
+        return Cause("precision", sentence)
     return Cause(
         "update left out", f"the moments are right; unchanged bit for bit: {listed(shown)}; all else is right"
     )
+
+
+def _is_rounded_away(case: Case, row: Judgement) -> bool:
+    """Whether a parameter is what the right update gives in bfloat16, in a run whose weights are in float32."""
+    rounded_update = case.updated(row.path).bfloat16().double()
+    return case.options["precision"] != "bf16" and torch.equal(case.own(row.name), rounded_update)
 
 
 def _unchanged_shares(case: Case, name: str, own: torch.Tensor, before: torch.Tensor) -> Iterator[str]:

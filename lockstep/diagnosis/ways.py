@@ -1,14 +1,38 @@
 """Which of several wrong ways to compute the first wrong tensor gives what the run has."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import LEFT, Case
+from lockstep.verdict.gpu_arithmetic import rounded as to_tf32
 
 PRECISION = "precision"
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _with_its_gradient(rounded: Rounding) -> Rounding:
+    """Return a function that rounds, and whose gradient is that of a cast."""
+    return lambda x: x + (rounded(x.detach()).double() - x.detach())
+
+
+TO_BFLOAT16, TO_FLOAT16, TO_TF32 = (
+    _with_its_gradient(torch.Tensor.bfloat16),
+    _with_its_gradient(torch.Tensor.half),
+    _with_its_gradient(lambda x: to_tf32(x.float())),
+)
+
+
+def roundings(*operands: torch.Tensor) -> dict[str, Rounding]:
+    """Return the ways to round operands, by name. float16 and TF32 have as many digits; float16 has fewer for small numbers alone."""
+    pairs = [(TO_FLOAT16(x), TO_TF32(x), x) for x in operands]
+    if all(float((half - tf32).norm()) <= LEFT * float((tf32 - x).norm()) for half, tf32, x in pairs):
+        return {"bfloat16": TO_BFLOAT16, "float16 or TF32": TO_TF32}
+    return {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16, "TF32": TO_TF32}
+
+
 SAME = 1e-9  # relative and absolute difference of elements of two ways that are the same
 # (name of the cause, what is done, the output)
 Way = tuple[str, str, torch.Tensor]
@@ -46,15 +70,22 @@ def wrong_parts(wrong: torch.Tensor, groups: Sequence[tuple[int, torch.Tensor]])
 
 
 def nearest(
-    case: Case, own: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, ways: Iterable[Way]
+    case: Case,
+    own: torch.Tensor,
+    right: torch.Tensor,
+    again: torch.Tensor,
+    wrong: torch.Tensor,
+    ways: Iterable[Way],
 ) -> tuple[str, str] | None:
     """Return (name of the cause, what is done) of the way that gives what the run has; None if none does, or if several do.
 
     `own` and `right` have the shape of the outputs, and may be some samples of the first wrong tensor. `wrong` is a mask of the parts that
-    count. A multiple of the right output is a rival that has no name: many bugs give one.
+    count. `again` is the right way from what the run had, whose errors may be too small to be seen where they are made. It is a rival without
+    a name, and so are multiples of it and of the right output, which many bugs give.
     """
-    multiple = evidence.multiple_of(own * wrong, right * wrong) * right
-    rivals = [_share_left(own, multiple, right, wrong)]
+    known = again.nan_to_num()
+    multiples = (evidence.multiple_of(own * wrong, value * wrong) * value for value in (right, known))
+    rivals = [_share_left(own, value, right, wrong) for value in (again, *multiples)]
     near: list[tuple[float, str, str, torch.Tensor]] = []
     for name, words, value in ways:
         left = _share_left(own, value, right, wrong)

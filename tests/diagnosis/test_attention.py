@@ -216,17 +216,13 @@ def test_heads_that_are_not_transposed_back(tp):
     assert tp == 1 or another_way(case(torch.cat(own, 2), laid_out(right))) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounded(dtype):
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")])
+def test_rounded(dtype, name):
     right = laid_out(attention())
-    for said, changes in {
-        f"queries, keys and values are rounded to {str(dtype)[6:]}": {
-            "change": lambda *tensors: tuple(tensor.to(dtype).double() for tensor in tensors)
-        }
-    }.items():
-        own = laid_out(attention(**changes))
-        assert another_way(case(own, right)).evidence == f"{LAYER}: {said}, as recomputed"
-        assert another_way(case(own, right, precision="autocast")) is None
+    own = laid_out(attention(change=lambda *tensors: tuple(x.to(dtype).double() for x in tensors)))
+    said = f"queries, keys and values are rounded to {name}"
+    assert another_way(case(own, right)).evidence == f"{LAYER}: {said}, as recomputed"
+    assert another_way(case(own, right, precision="autocast")) is None
 
 
 def test_the_softmax_in_bfloat16():

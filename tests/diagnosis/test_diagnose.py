@@ -359,7 +359,7 @@ def moved_on(places):
 
 SAID = {  # what is changed, the causes that are named, and what else is said
     "nothing": ({}, [], ""),
-    "twice, where nothing is summed": ({"forward/col": twice}, [], "it is 2 = tp or dp times the right one"),
+    "twice, where nothing is summed": ({"forward/col": twice}, ["output scale"], "it is 2 = tp or dp times the right one"),
     "one dp rank's samples": ({"gradient/col.weight": of_samples(slice(2, 4), 2)}, ["dp reduction missing"], "DP rank 1's"),
     "own parts": ({"gradient/col.weight": own_parts}, ["dp reduction missing"], "DP rank 0 or 1's"),
     "one micro batch twice, the other never": ({"gradient/col.weight": lambda t, e: of_samples(slice(0, 1), 2)(t, e) + of_samples(slice(2, 3), 2)(t, e)}, [], ""),
@@ -393,7 +393,8 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "epsilon within the root": (epsilon_in_root(), ["optimizer settings"], "epsilon is within the root"),
     "input of a layer in bfloat16": (linear(lambda x, w: (x.bfloat16().double(), w)), ["precision"], "computed with its input rounded to bfloat16"),
     "weight of a layer in float16": (linear(lambda x, w: (x, w.half().double())), ["precision"], "computed with its weight rounded to float16"),
-    "input of a layer that is off": (linear(lambda x, w: (x * 1.01, w)), [], ""),
+    "input of a layer that is off": (linear(lambda x, w: (x * 1.01, w)), ["output scale"], "row's output is 1.01 times what it should be"),
+    "input of a layer that is off in a sample": (linear(lambda x, w: (x * torch.tensor([1, 1, 1.01, 1])[:, None, None], w)), [], ""),
     "weights added to the gradients": (moments_of(lambda name, g: g + 0.1 * before_of(name)), ["weight decay"], "have 0.1 times the weights added"),
     "other gradients in two groups": (moments_of(lambda name, g: (0.5 if name == "col.bias" else 0.25) * g), ["gradient scale"], "are 0.25 or 0.5 times those that were recorded"),
     "no gradient in the moments": (moments_of(lambda name, g: 0 * g), [], ""),
@@ -448,20 +449,22 @@ def share(rank, kind):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
 def test_one_ranks_share_of_a_sum(name, rank):
-    names, found = diagnosed({name: share(rank, name.split("/")[0])})
-    assert names == ["tp reduction missing"] and f"tp rank {rank}'s share" in found.causes[0].evidence
+    """Without the sum, each rank has its own. Where all have the same, the sum was made, and a share was lost before it."""
+    for differ, cause in (({name: [1, 3]}, "tp reduction missing"), ({}, "share lost")):
+        names, found = diagnosed({name: share(rank, name.split("/")[0])}, replicas_differ=differ)
+        assert names == [cause] and f"tp rank {rank}'s share" in found.causes[0].evidence
 
 
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
 def test_what_is_no_share_is_no_missing_sum(name):
     """Half of it, another sign of one share, replicas that differ: it is where it went wrong, not why."""
     kind = name.split("/")[0]
-    for change in (
-        lambda t, e: 0.5 * t,
-        lambda t, e: t - 2 * share(1, kind)(t, e),
-        lambda t, e: 0.9 * share(0, kind)(t, e),
+    for change, names in (
+        (lambda t, e: 0.5 * t, ["output scale"] if kind == "forward" else []),
+        (lambda t, e: t - 2 * share(1, kind)(t, e), []),
+        (lambda t, e: 0.9 * share(0, kind)(t, e), []),
     ):
-        assert diagnosed({name: change}, replicas_differ={name: [1, 3]})[0] == []
+        assert diagnosed({name: change}, replicas_differ={name: [1, 3]})[0] == names
 
 
 @pytest.mark.parametrize("name", ["forward/row", "backward/norm"])
@@ -469,7 +472,8 @@ def test_a_sum_done_twice(name):
     """Named where 2 can be nothing but tp."""
     assert diagnosed({name: twice}, dp_size=1)[0] == ["tp reduction repeated"]
     names, found = diagnosed({name: twice})
-    assert names == [] and "it is 2 = tp or dp times the right one" in found.odd[-1]
+    assert names == (["output scale"] if name == "forward/row" else [])
+    assert "it is 2 = tp or dp times the right one" in found.odd[-1]
 
 
 def test_replicas_of_weights_that_differ():

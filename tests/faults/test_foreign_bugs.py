@@ -48,7 +48,7 @@ SHARDED = {
     "residual added twice": ("forward/model.layers.1", 1, "module inputs", ""),
     "gelu for silu": ("forward/model.layers.1.mlp.act_fn", 1, "activation function", ""),
     "last position zeroed": (f"forward/{INTO_MLP}", 1, None, "only position 31 of 32 is wrong"),
-    "embedding scaled": ("forward/model.embed_tokens", 1, None, "8 times the right one"),
+    "embedding scaled": ("forward/model.embed_tokens", 1, "output scale", "8 times the right one"),
     "activations of one replica scaled": (
         "forward/model.layers.1.mlp.down_proj",
         1,
