@@ -48,11 +48,11 @@ def outputs_exchanged(case: Case) -> Cause | None:
         if not places or own.numel() < FEATURES * own.shape[dim]:
             continue  # so few numbers are like others by chance
         moved = _moved(case, own, right, places, dim)
-        if word == "position" and len(set(moved.values())) < len(moved):
+        spans = _spans(word, moved)
+        if word == "position" and len(moved) > len(set(moved.values())) and 2 * len(spans) > len(moved):
             continue  # where attention is nearly a mean, positions have nearly the same values
         if len(moved) >= len(places) / 2:
             axis, name = AXES[word]
-            spans = _spans(word, moved)
             said = ", ".join(spans[:FEW]) + ", and so on" * (len(spans) > FEW)
             left = len(places) - len(moved)
             rest = (
