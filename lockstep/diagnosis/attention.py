@@ -31,6 +31,7 @@ from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
 SCORES = 1 << 25  # elements of scores, at most, that are computed at once: 256 MiB
+FURTHER = (1, 2, 4, 8)  # positions
 NEWTON_STEPS, STEP = 6, 1e-4  # the step is relative
 MASK, CONTEXT, EXCHANGED = "attention mask", "context parallelism", "pieces exchanged"
 Turn = Callable[[torch.Tensor], torch.Tensor]
@@ -268,7 +269,9 @@ def _ways(
 def _masks(case: Case, found: Attention, wrong: torch.Tensor) -> Iterator[Way]:
     """Yield ways with what a query sees in the place of the output."""
     before, inside, causal = found.before, found.documents & found.tokens, found.causal
-    yield MASK, "each position sees the next one", (causal | (before == -1)) & inside
+    for further in FURTHER:
+        words = f"each position sees the next {'one' if further == 1 else further}"
+        yield MASK, words, (causal | ((before < 0) & (before >= -further))) & inside
     yield MASK, "no position sees itself", causal & (before != 0) & inside
     yield MASK, "documents see each other", causal & found.tokens
     yield MASK, "padding is seen", causal & found.documents
@@ -297,29 +300,36 @@ def _windows(case: Case, found: Attention, wrong: torch.Tensor) -> set[int]:
 
 
 def _heads(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor) -> Iterator[Way]:
-    """Heads attend to the keys and values of others, or are laid out otherwise."""
-    value, sources = torch.empty_like(own), torch.zeros(own.shape[2], dtype=torch.long)
-    least = torch.full(own.shape[2:3], math.inf, dtype=own.dtype)  # by head
-    for source, (k, v) in enumerate(zip(found.k.unbind(1), found.v.unbind(1), strict=True)):
-        output = found.but(k=k[:, None], v=v[:, None]).output()
-        left = ((output - own).square() * wrong).nansum((0, 1, 3))
-        is_nearer = left < least
-        value[:, :, is_nearer] = output[:, :, is_nearer]
-        least, sources[is_nearer] = torch.where(is_nearer, left, least), source
-    by_source: dict[int, list[int]] = {}
-    for head in places_of(wrong, 2):
-        by_source.setdefault(int(sources[head]), []).append(head)
-    sentences = [
-        f"{numbered('head', heads)} attend{'s' * (len(heads) == 1)} to KV head {source}"
-        for source, heads in by_source.items()
-    ]
-    yield EXCHANGED, and_more(sentences), value
+    """Heads attend to the keys and values of others, or to one of both, or are laid out otherwise."""
+    for parts, words in (("kv", "KV head"), ("k", "the keys of KV head"), ("v", "the values of KV head")):
+        value, sources = torch.empty_like(own), torch.zeros(own.shape[2], dtype=torch.long)
+        least = torch.full(own.shape[2:3], math.inf, dtype=own.dtype)  # by head
+        for source in range(found.k.shape[1]):
+            output = found.but(**{part: getattr(found, part)[:, [source]] for part in parts}).output()
+            left = ((output - own).square() * wrong).nansum((0, 1, 3))
+            is_nearer = left < least
+            value[:, :, is_nearer] = output[:, :, is_nearer]
+            least, sources[is_nearer] = torch.where(is_nearer, left, least), source
+        by_source: dict[int, list[int]] = {}
+        for head in places_of(wrong, 2):
+            by_source.setdefault(int(sources[head]), []).append(head)
+        sentences = [
+            f"{numbered('head', heads)} attend{'s' * (len(heads) == 1)} to {words} {source}"
+            for source, heads in by_source.items()
+        ]
+        yield EXCHANGED, and_more(sentences), value
     of_ranks = [heads.transpose(1, 2).reshape(heads.shape) for heads in found.output().chunk(case.mesh.tp, 2)]
     yield EXCHANGED, "the output is laid out by heads, not by positions", torch.cat(of_ranks, 2)
 
 
 def _keys(case: Case, found: Attention, layer: str) -> Iterator[Way]:
-    """Queries attend to the keys and values of the layer before, or to those of each cp rank by themselves."""
+    """Queries attend to the keys and values of the layer before, of neighbouring positions, or of each cp rank by themselves."""
+    for words, shift in (("before", 1), ("after", -1)):
+        yield (
+            EXCHANGED,
+            f"values are those of the positions {words}",
+            found.but(v=found.v.roll(shift, 2)).output(),
+        )
     before = re.sub(r"\d+", lambda number: str(int(number[0]) - 1), layer)
     old = found
     if case.names.layer_of(f"{layer}.") > 0:
@@ -359,11 +369,14 @@ def _angles(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
         return
     cos, sin = step
     for words, sign in (("more", 1), ("less", -1)):
-        further = found.but(
-            cos=found.cos * cos - sign * found.sin * sin, sin=found.sin * cos + sign * found.cos * sin
-        )
-        words = f"queries are rotated by one position {words} than keys"
-        yield words, found.output(turn=further.turned, turn_keys=found.turned)
+        further = found
+        for number in ("one position", "two positions"):
+            further = further.but(
+                cos=further.cos * cos - sign * further.sin * sin,
+                sin=further.sin * cos + sign * further.cos * sin,
+            )
+            sentence = f"queries are rotated by {number} {words} than keys"
+            yield sentence, found.output(turn=further.turned, turn_keys=found.turned)
 
 
 def _one_position(case: Case, found: Attention) -> tuple[torch.Tensor, torch.Tensor] | None:

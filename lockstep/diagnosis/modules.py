@@ -147,7 +147,7 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
         return x @ (weight if is_transposed else weight.T) + bias
 
     def ways() -> Iterator[Way]:
-        yield from _earlier_weights(case, name, lambda old: compute(x, old))
+        yield from _other_weights(case, name, lambda other: compute(x, other))
         if case.options["precision"] == "fp32":
             for word, low in roundings(x, weight).items():
                 low_x, low_weight = low(x), low(weight)
@@ -207,7 +207,7 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
     def way(cause: str, words: str, **changes: Any) -> Way:
         return cause, words, dataclasses.replace(norm, **changes)(x)
 
-    yield from _earlier_weights(case, name, lambda old: dataclasses.replace(norm, weight=old)(x))
+    yield from _other_weights(case, name, lambda other: dataclasses.replace(norm, weight=other)(x))
     own, weight = case.own(case.first), norm.weight
     eps = _epsilon(norm, x, own, wrong_elements(case, own, case.right(case.first)))
     if 0 <= eps <= LARGEST_EPSILON:
@@ -243,7 +243,13 @@ def _epsilon(norm: Norm, x: torch.Tensor, output: torch.Tensor, chosen: torch.Te
     return max(0.0, float(shown.median())) if len(shown) else norm.eps
 
 
-def _earlier_weights(case: Case, name: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Way]:
+def _other_weights(case: Case, name: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Way]:
+    """Yield the output with the weight as it was before an earlier step, and with those of the same shape in this layer and the next ones."""
+    layer, shapes = case.names.layer_of(name), case.dump.layout.parameters
+    for other in shapes:
+        is_near = abs(case.names.layer_of(other) - layer) <= 1
+        if other != name and is_near and shapes[other] == shapes[name]:
+            yield "weights", f"is computed with {other}", compute(case.before(other))
     for step in range(1, case.step):
         yield (
             "weights",

@@ -129,7 +129,9 @@ NEXT, NOT_ITSELF = CAUSAL.roll(1, 0).tril(1) | CAUSAL, CAUSAL.tril(-1)
 NOT_ITSELF[0, 0] = True  # what a query that sees no key has is an accident
 WAYS = {
     "each position sees the next one": {"seen": PLACE[:, None] >= PLACE - 1},
+    "each position sees the next 2": {"seen": PLACE[:, None] >= PLACE - 2},
     "no position sees itself": {"seen": NOT_ITSELF},
+    "values are those of the positions before": {"change": lambda q, k, v: (q, k, v.roll(1, 2))},
     "each position sees all later ones": {"seen": torch.ones(LENGTH, LENGTH, dtype=torch.bool)},
     "there is a window of 5 positions": {"seen": CAUSAL & (PLACE[:, None] - PLACE < 5)},
     "heads 0 to 1 attend to KV head 1 and heads 2 to 3 attend to KV head 0": {
@@ -137,6 +139,12 @@ WAYS = {
     },
     "head 1 attends to KV head 1 and head 2 attends to KV head 0": {
         "change": lambda q, k, v: (q, k[:, [0, 2, 1, 3]], v[:, [0, 2, 1, 3]])
+    },
+    "heads 0 to 1 attend to the keys of KV head 1 and heads 2 to 3 attend to the keys of KV head 0": {
+        "change": lambda q, k, v: (q, k.roll(2, 1), v)
+    },
+    "head 1 attends to the values of KV head 1 and head 2 attends to the values of KV head 0": {
+        "change": lambda q, k, v: (q, k, v[:, [0, 2, 1, 3]])
     },
     f"keys and values are those of {BEFORE}": {"keys_of": 0},
     "queries and keys are not rotated": {"turn": turned_otherwise(zero, zero)},
@@ -146,6 +154,7 @@ WAYS = {
     "queries and keys are rotated backwards": {"turn": turned_otherwise(lambda x: -x, lambda x: -x)},
     "queries and keys are rotated twice": {"turn": turned_otherwise(lambda x: 2 * x, lambda x: 2 * x)},
     "queries are rotated by one position more than keys": {"turn": turned_otherwise(lambda x: x + 1, same)},
+    "queries are rotated by two positions more than keys": {"turn": turned_otherwise(lambda x: x + 2, same)},
     "queries are rotated by one position less than keys": {"turn": turned_otherwise(same, lambda x: x + 1)},
     "the scores are multiplied by 1, not by 0.25": {"scale": 1.0},
     "the scores are multiplied by 0.125, not by 0.25": {"scale": 0.125},
@@ -294,7 +303,7 @@ def test_a_window_that_is_left_out():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda own: attention(PLACE[:, None] >= PLACE - 2),  # each position sees the next two
+        lambda own: attention(PLACE[:, None] >= PLACE - 3),  # each position sees the next three
         lambda own: attention(scale=0.3, seen=NEXT),
         lambda own: 1.1 * own,
         lambda own: own + 0.1 * torch.randn(own.shape, generator=torch.Generator().manual_seed(5)),

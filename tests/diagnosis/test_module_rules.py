@@ -28,7 +28,7 @@ def draw(*shape, seed):
 
 X, OTHER = draw(4, 8, CHANNELS, seed=0), draw(4, 8, CHANNELS, seed=1)
 WEIGHT, BIAS, OLD = 1 + 0.1 * draw(CHANNELS, seed=2), draw(CHANNELS, seed=3), 1 + 0.1 * draw(CHANNELS, seed=4)
-MATRIX, OLD_MATRIX = draw(CHANNELS, CHANNELS, seed=5) / 8, draw(CHANNELS, CHANNELS, seed=6) / 8
+MATRIX, OLD_MATRIX, OTHER_MATRIX = (draw(CHANNELS, CHANNELS, seed=seed) / 8 for seed in (5, 6, 10))
 
 
 def rms(x=X, weight=WEIGHT, eps=1e-6):
@@ -184,7 +184,7 @@ def test_a_norm_with_a_mean_and_a_bias():
 
 
 def of_linear(own, **options):
-    name = f"{MLP}.up_proj"
+    name, other = f"{MLP}.up_proj", f"{MLP}.gate_proj.weight"
     return case_of(
         f"forward/{name}",
         own,
@@ -195,7 +195,7 @@ def of_linear(own, **options):
             f"forward/{BEFORE}.self_attn": 2 * OTHER,
         },
         step=2,
-        weights=[{f"{name}.weight": OLD_MATRIX}, {f"{name}.weight": MATRIX}],
+        weights=[{f"{name}.weight": matrix, other: OTHER_MATRIX} for matrix in (OLD_MATRIX, MATRIX)],
         sources={name: (f"{LAYER}.norm",)},
         **options,
     )
@@ -209,6 +209,7 @@ def of_linear(own, **options):
             f"is computed from {LAYER}.self_attn's output, in the place of {LAYER}.norm's output",
         ),
         (X @ OLD_MATRIX.T, f"is computed with {MLP}.up_proj.weight as it was before step 1"),
+        (X @ OTHER_MATRIX.T, f"is computed with {MLP}.gate_proj.weight"),
         (X @ MATRIX, None),
         (X @ MATRIX.T + 0.01 * OTHER, None),
         (OTHER, None),
