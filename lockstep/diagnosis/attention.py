@@ -327,7 +327,7 @@ def _keys(case: Case, found: Attention, layer: str) -> Iterator[Way]:
     for words, shift in (("before", 1), ("after", -1)):
         yield (
             EXCHANGED,
-            f"values are those of the positions {words}",
+            f"each value is that of the position {words}",
             found.but(v=found.v.roll(shift, 2)).output(),
         )
     before = re.sub(r"\d+", lambda number: str(int(number[0]) - 1), layer)
@@ -404,12 +404,12 @@ def _scale(found: Attention, own: torch.Tensor, wrong: torch.Tensor, measured: T
         (found.scale * 2**power for power in range(-3, 4)),
         key=lambda scale: float((own - output(scale)).norm()),
     )
-    right_scale = found.scale
     for _ in range(NEWTON_STEPS):
         value = output(scale)
         slope = (output(scale * (1 + STEP)) - value) / (scale * STEP)
         scale += evidence.multiple_of(own - value, slope)
-    return 0.0 if abs(scale) <= STEP * right_scale else scale
+    left, left_of_zero = (float((own - output(one)).norm()) for one in (scale, 0.0))
+    return 0.0 if left_of_zero <= evidence.NEARER * left else scale
 
 
 def _roundings(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
@@ -422,6 +422,9 @@ def _roundings(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
         low_values = found.but(v=low(found.v))
         yield f"queries, keys and values are rounded to {name}", low_values.output(turn=turned)
         yield f"both products are computed in {name}", low_values.output(turn=turned, weights_in=low)
+        if name == "TF32":
+            continue  # only products are computed in it
+        name = name.partition(" or ")[0]
         yield f"the softmax is computed in {name}", found.output(scores_in=low, weights_in=low)
         yield f"the scores are rounded to {name}", found.output(scores_in=low)
         yield f"the weights of values are rounded to {name}", found.output(weights_in=low)

@@ -31,10 +31,10 @@ def input_gradient(case: Case) -> Cause | None:
         return None
     if candidates:
         _, rank, group = min(candidates)
-        return Cause(
-            forward.name_of_share(case),
-            f"{what} has only tp rank {rank}'s share of the part that comes back through {', '.join(group)}",
+        sentence = (
+            f"{what} has only tp rank {rank}'s share of the part that comes back through {', '.join(group)}"
         )
+        return forward.one_share_alone(case, sentence)
     only_tp = case.names_of(case.mesh.tp) == ["tp"]  # else the factor does not say what is repeated
     if only_tp and case.explains(case.first, case.mesh.tp * torch.stack(list(whole.values())).sum(0)):
         return Cause(

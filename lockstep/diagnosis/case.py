@@ -201,7 +201,7 @@ class Case:
         """
         row = self.rows[name]
         size = max(1.0, row.distance.own_norm / row.distance.norm) if row.distance.norm > 0 else 1.0
-        return left <= min(row.tolerated * size, LEFT * row.distance.error)
+        return left < math.inf and left <= min(row.tolerated * size, LEFT * row.distance.error)
 
     def factor(self, rows: list[Judgement]) -> float | None:
         """Return the one factor c with tensor = c reference for all of these rows; None if there is none.

@@ -66,9 +66,9 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
     count, fraction = int(is_zeroed.sum()), float(is_zeroed.double().mean())
     if own.ndim < 2 or count < 10 or not 0.005 <= fraction <= 0.6:
         return None
-    sizes = reference.abs()
+    sizes = reference[reference != 0].abs()
     chance = float(sizes.std()) / math.sqrt(count)
-    if abs(float(sizes[is_zeroed].mean() - sizes.mean())) > BY_CHANCE * chance:
+    if abs(float(reference[is_zeroed].abs().mean() - sizes.mean())) > BY_CHANCE * chance:
         return None  # the smallest or the largest ones
     is_kept = ~is_zeroed & (reference != 0)
     factor = multiple_of(own[is_kept], reference[is_kept])
@@ -98,7 +98,7 @@ def rounded_to(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
         dtypes = [
             dtype
             for dtype in dtypes
-            if error <= 8 * torch.finfo(dtype).eps and bool((own == own.to(dtype).double()).all())
+            if error <= max(2.0**-5, torch.finfo(dtype).eps) and bool((own == own.to(dtype).double()).all())
         ]
         if not dtypes:
             return ""

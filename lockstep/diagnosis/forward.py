@@ -188,13 +188,13 @@ def rounded(case: Case) -> Cause | None:
     return Cause("precision", f"every element of {what} is a {dtype} number{run}")
 
 
-def name_of_share(case: Case) -> str:
-    """Return the name of the cause if a tensor that every tp rank has is one rank's share of a sum.
-
-    Without the sum, each rank has its own share.
-    """
-    is_replicated = "tp" not in case.sharded(case.first) and case.mesh.tp > 1
-    return "share lost" if is_replicated and not case.odd_ranks(case.first) else "tp reduction missing"
+def one_share_alone(case: Case, sentence: str) -> Cause:
+    """Return the cause if every element is one tp rank's share of a sum. Without the sum, each rank would have its own."""
+    if case.odd_ranks(case.first):
+        return Cause("tp reduction missing", sentence)
+    return Cause(
+        "share lost", f"{sentence}; all tp ranks have the same, so the others' shares are lost before the sum"
+    )
 
 
 def sum_over_tp(case: Case) -> Cause | None:
@@ -207,10 +207,10 @@ def sum_over_tp(case: Case) -> Cause | None:
     bias = case.before(f"{module}.bias") if has_bias else torch.zeros(())
     for rank, share in enumerate(shares):
         if any(case.explains(case.first, share + added) for added in (bias, 0 * bias)):
-            return Cause(
-                name_of_share(case),
-                f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights",
+            sentence = (
+                f"{describe(module)} is tp rank {rank}'s share alone, computed again from input and weights"
             )
+            return one_share_alone(case, sentence)
     # Each rank keeps its own positions of the sum
     if "tp" in case.sharded(case.first) and case.mesh.cp == 1:
         pieces = [share.chunk(tp, 1)[rank] for rank, share in enumerate(shares)]
@@ -231,10 +231,9 @@ def sum_over_tp(case: Case) -> Cause | None:
 
 
 def scaled(case: Case) -> Cause | None:
-    """An output is a multiple of the right one, though what it is computed from is right."""
-    sources = case.dump.layout.sources.get(case.path, ())
+    """An output is a multiple of the right one."""
     factor = case.factor([case.rows[case.first]])
-    if factor is None or any(case.is_wrong(f"forward/{name}") for name in sources):
+    if not factor:
         return None
     return Cause("output scale", f"{describe(case.path)} is {case.in_words(factor)} times what it should be")
 

@@ -10,10 +10,11 @@ from lockstep.diagnosis import evidence
 from lockstep.diagnosis.backward import lost
 from lockstep.diagnosis.case import LEFT, Case
 from lockstep.diagnosis.gradients import cause_of_weights
-from lockstep.diagnosis.odd import FEW, MANY
+from lockstep.diagnosis.odd import FEW
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
+MOST = 1 << 27  # logits, of which some ten copies in float64 are made: 10 GiB
 SHARDS = "loss on vocabulary shards"
 
 
@@ -50,9 +51,10 @@ def partition_function(case: Case) -> Cause | None:
     """The sum of exponentials is tp times too large, as both the loss and the gradient of the logits show."""
     tp = case.mesh.tp
     gaps = _gaps(case)
-    tolerated = max(1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step))
+    tolerated = max([1e-3, *(loss.tolerated for loss in case.result.losses if loss.step == case.step)])
     if (
-        case.first != case.names.logits_gradient
+        not gaps
+        or case.first != case.names.logits_gradient
         or tp == 1
         or not all(abs(gap - math.log(tp)) <= tolerated for gap in gaps)
     ):
@@ -204,9 +206,12 @@ def another_loss(case: Case) -> Cause | None:
     """
     if case.first != case.names.logits_gradient or not case.has(case.names.logits, "batch/labels"):
         return None
+    if math.prod(case.entry["tensors"][case.first]["shape"]) > MOST:
+        return None
     logits, labels = case.own(case.names.logits), case.own("batch/labels").long()
     has_label = (labels != IGNORED)[..., None]
-    if logits.numel() > MANY or not bool(has_label.any()) or _is_one_factor(case):
+    are_finite = all(bool(x.isfinite().all()) for x in (logits, case.own(case.first)))
+    if not are_finite or not bool(has_label.any()) or _is_one_factor(case):
         return None
     label = torch.zeros_like(logits).scatter_(-1, labels.clamp(min=0)[..., None], 1.0)
 
@@ -241,22 +246,41 @@ def another_loss(case: Case) -> Cause | None:
     words = f"of logits that are capped, {cap:.4g} tanh(logits / {cap:.4g})"
     add("loss function", words, mean(_of_capped(logits, label, cap)))
     shares = mean(logits.softmax(-1))
-    # By token, how many times too large the probabilities of all entries but the label are
-    times = ((own + mean(label)) * shares).sum(-1, keepdim=True) / shares.square().sum(-1, keepdim=True)
-    times = torch.where(has_label, times, 1.0)
-    added = (1 / times - 1) * logits.logsumexp(-1, keepdim=True).exp()
-    number = round(float(added[has_label].median()))
-    value = times * shares - mean(label)
-    if number > 0 and bool(((added[has_label] / number - 1).abs() <= evidence.SAME_FACTOR).all()):
-        add(SHARDS, f"whose sums of exponentials have {number} more entries, of logits 0", value)
-    else:
-        low, high = (float(end(1 / times[has_label])) for end in (torch.min, torch.max))
-        words = f"whose sums of exponentials are {low:.8g} to {high:.8g} times what they should be"
-        add(SHARDS, words, value)
+    times = _times(own + mean(label), shares, has_label)
+    if times is not None:
+        # A rank sums the exponentials of its shard of the vocabulary.
+        name = SHARDS if "tp" in case.sharded(case.first) else "loss function"
+        add(name, _of_sums(logits, times, has_label), times * shares - mean(label))
     candidates.sort(key=lambda pair: pair[0])
     if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
         return None
     return candidates[0][1]
+
+
+def _times(probabilities: torch.Tensor, right: torch.Tensor, has_label: torch.Tensor) -> torch.Tensor | None:
+    """Return how many times the right ones each token's probabilities are; None if they are no multiples that sums of exponentials give."""
+    times = (probabilities * right).sum(-1, keepdim=True) / right.square().sum(-1, keepdim=True)
+    times = torch.where(has_label, times, 1.0)
+    return times if bool((times.isfinite() & (times > 0)).all()) else None
+
+
+def _of_sums(logits: torch.Tensor, times: torch.Tensor, has_label: torch.Tensor) -> str:
+    """Return in words what the sums of exponentials are, if probabilities are `times` the right ones."""
+    ratios, largest = 1 / times[has_label], logits.amax(-1, keepdim=True)
+    added = (
+        (ratios - 1) * (logits - largest).exp().sum(-1, keepdim=True)[has_label] * largest[has_label].exp()
+    )
+    spread, spread_of_added = (float(x.max() / x.min() - 1) for x in (ratios, added))
+    number = round(float(added.median())) if bool(added.isfinite().all()) else 0
+    # If both are nearly constant, either may be meant.
+    is_number = (
+        number > 0 and 0 <= spread_of_added <= evidence.SAME_FACTOR and LEFT * spread > spread_of_added
+    )
+    if is_number and bool(((added / number - 1).abs() <= evidence.SAME_FACTOR).all()):
+        return f"whose sums of exponentials have {number} more entries, of logits 0"
+    low, high = float(ratios.min()), float(ratios.max())
+    span = f"{low:.4g}" if spread <= evidence.SAME_FACTOR**2 else f"{low:.8g} to {high:.8g}"
+    return f"whose sums of exponentials are {span} times what they should be"
 
 
 def _cap(own: torch.Tensor, logits: torch.Tensor, label: torch.Tensor, has_label: torch.Tensor) -> float:

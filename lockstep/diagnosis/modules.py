@@ -151,11 +151,18 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
         if case.options["precision"] == "fp32":
             for word, low in roundings(x, weight).items():
                 low_x, low_weight = low(x), low(weight)
-                for what, value in (
-                    ("input and weight", compute(low_x, low_weight)),
-                    ("input", compute(low_x)),
-                    ("weight", compute(x, low_weight)),
-                ):
+                changed = [
+                    what
+                    for what, a, b in (("input", x, low_x), ("weight", weight, low_weight))
+                    if not torch.equal(a, b)
+                ]
+                operands = {
+                    "input": (low_x, weight),
+                    "weight": (x, low_weight),
+                    "input and weight": (low_x, low_weight),
+                }
+                for what in dict.fromkeys([*changed, " and ".join(changed)] if changed else []):
+                    value = compute(*operands[what])
                     yield PRECISION, f"is computed with its {what} rounded to {word}", value
 
     return Module(compute, ways)
@@ -167,7 +174,7 @@ def _norms(case: Case, x: torch.Tensor) -> Iterator[Module]:
     assert name is not None, "it is a norm"
     bias = case.before(bias_name) if bias_name in case.dump.layout.parameters else None
     architecture = case.dump.run["architecture"]
-    known = [architecture[key] for key in EPSILONS if key in architecture]
+    known = [architecture[key] for key in EPSILONS if architecture.get(key) is not None]
     right = case.right(case.first)
     for is_centered in (False, True):
         norm = Norm(case.before(name), bias, 0.0, is_centered, right.shape)
@@ -244,10 +251,10 @@ def _epsilon(norm: Norm, x: torch.Tensor, output: torch.Tensor, chosen: torch.Te
 
 
 def _other_weights(case: Case, name: str, compute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Way]:
-    """Yield the output with the weight as it was before an earlier step, and with those of the same shape in this layer and the next ones."""
+    """Yield the output with the weight as it was before an earlier step, and with those of the same shape in this layer and its neighbours."""
     layer, shapes = case.names.layer_of(name), case.dump.layout.parameters
     for other in shapes:
-        is_near = abs(case.names.layer_of(other) - layer) <= 1
+        is_near = layer >= 0 and abs(case.names.layer_of(other) - layer) <= 1
         if other != name and is_near and shapes[other] == shapes[name]:
             yield "weights", f"is computed with {other}", compute(case.before(other))
     for step in range(1, case.step):

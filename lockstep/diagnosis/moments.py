@@ -353,17 +353,18 @@ def scaled_gradients(case: Case) -> Cause | None:
         return None
     shown = " or ".join(map(str, different))
     sentence = f"the gradients in the moments of {paths(rows)} are {shown} times those that were recorded"
-    bound = case.options["max_grad_norm"]
-    unlimited = bound / case.norm.used if case.norm is not None and case.norm.used else 0.0
-    if len(different) == 1 and unlimited > 1 and _are_one([*factors, unlimited]):
-        sentence += ", which is the bound of clipping / the norm: a factor above 1 is not left out"
-        return Cause("clipping", sentence)
-    names = case.names_of(factors[0] / case.clip) if case.clip < 1 and _are_one(factors) else []
-    if names:
-        times = f"{factors[0] / case.clip:.4g} = {' or '.join(names)}"
-        return Cause(
-            "gradient scale", f"{sentence}: {times} times what clipping leaves of them, by {case.clip:.4g}"
-        )
+    if len(different) == 1 and case.norm is not None:
+        # Moments are exact in any precision.
+        names = evidence.name_factor(factors[0] / case.clip, case.sizes, evidence.NEAR["fp32"])
+        bound, norm = case.options["max_grad_norm"], case.norm.used
+        if not names and bound > norm > 0 and _are_one([*factors, bound / norm]):
+            return Cause(
+                "clipping", f"{sentence}, which is the bound of clipping / the norm, though that is above 1"
+            )
+        if names and case.clip < 1:
+            times = f"{factors[0] / case.clip:.4g} = {' or '.join(names)}"
+            sentence += f": {times} times what clipping leaves of them, by {case.clip:.4g}"
+            return Cause("gradient scale", sentence)
     if case.clip < 1:
         return Cause("clipping", f"{sentence}, not {case.clip:.4g}, by which they must be clipped")
     return Cause("gradient scale", sentence)

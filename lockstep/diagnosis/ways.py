@@ -95,7 +95,11 @@ def nearest(
     if not near:
         return None
     left, name, words, best = near[0]
-    rivals += [other for other, _, _, value in near[1:] if not _are_one(value, best, wrong)]
+    for other, other_name, other_words, value in near[1:]:
+        if other_name != name or not _are_one(value, best, wrong):
+            rivals.append(other)
+        elif other_words != words:
+            words += f", or {other_words}"
     if left > LEFT or min(rivals) <= evidence.NEARER * left:
         return None
     # An element that lies between two 16-bit numbers may be rounded to either of them.

@@ -131,7 +131,7 @@ WAYS = {
     "each position sees the next one": {"seen": PLACE[:, None] >= PLACE - 1},
     "each position sees the next 2": {"seen": PLACE[:, None] >= PLACE - 2},
     "no position sees itself": {"seen": NOT_ITSELF},
-    "values are those of the positions before": {"change": lambda q, k, v: (q, k, v.roll(1, 2))},
+    "each value is that of the position before": {"change": lambda q, k, v: (q, k, v.roll(1, 2))},
     "each position sees all later ones": {"seen": torch.ones(LENGTH, LENGTH, dtype=torch.bool)},
     "there is a window of 5 positions": {"seen": CAUSAL & (PLACE[:, None] - PLACE < 5)},
     "heads 0 to 1 attend to KV head 1 and heads 2 to 3 attend to KV head 0": {

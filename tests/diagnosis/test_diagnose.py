@@ -423,6 +423,21 @@ def test_what_is_named_and_said(what):
     assert re.search(words, json.dumps([[cause.evidence for cause in found.causes], found.odd])), found
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", [name for name in step_one()[0] if name.partition("/")[0] != "exp_avg_sq"])
+def test_what_is_not_finite_is_not_explained(name, bad):
+    names, found = diagnosed({name: lambda t, e: torch.where(t == t.max(), bad, t)})
+    assert names == [] and (name.startswith("backward/row") or "not finite" in found.odd[-1]), found
+
+
+def test_clipped_twice_is_no_scale():
+    clipped = moments_of(lambda name, g: 0.5 * g)
+    assert diagnosed(clipped)[0] == ["gradient scale"]
+    bound = 0.79 * math.sqrt(sum(float(step_one()[0][name].square().sum()) for name in GRADIENTS))
+    again = moments_of(lambda name, g: 0.79 * 0.79 * g)
+    assert diagnosed(again, max_grad_norm=bound)[0] == ["clipping"]
+
+
 def test_noise_is_not_explained():
     """In every gradient alike, and in none a factor."""
 
@@ -811,6 +826,8 @@ def of_logits(own, right, logits, labels, precision="fp32"):
         first=LOGITS,
         names=SimpleNamespace(logits_gradient=LOGITS, logits="forward/lm_head"),
         options={"precision": precision},
+        entry={"tensors": {LOGITS: {"shape": list(own.shape)}}},
+        sharded=lambda name: {},
         has=lambda *names: all(name in tensors for name in names),
         own=lambda name: tensors[name],
         right=lambda name: right,
@@ -845,6 +862,9 @@ def of_logits(own, right, logits, labels, precision="fp32"):
         ),
         (lambda z, y: summed_in_bfloat16(z, y), "whose sums of exponentials are 0.99"),
         (lambda z, y: F.cross_entropy(z.sin(), y), None),
+        (lambda z, y: F.cross_entropy(400 * z, y), None),  # whose sums of exponentials overflow
+        (lambda z, y: math.nan * F.cross_entropy(z, y), None),
+        (lambda z, y: -z.gather(-1, y.clamp(min=0)[:, None])[y != -100].mean(), None),  # no softmax
         (lambda z, y: 0.9 * F.cross_entropy(z, y), None),  # a factor
         (lambda z, y: F.multi_margin_loss(z[y != -100], y[y != -100]), None),
     ],
