@@ -22,9 +22,9 @@ from lockstep.diagnosis.ways import (
     PRECISION,
     Way,
     gives_the_right,
+    low_dtypes,
     nearest,
     right_tensors,
-    roundings,
     wrong_parts,
 )
 from lockstep.ground.words import and_more
@@ -262,7 +262,7 @@ def _ways(
     words = f"the scores are multiplied by {scale:.{digits}g}, not by {found.scale:.{digits}g}"
     yield "module settings", words, found.output(scale=scale)
     if case.options["precision"] == "fp32":
-        for words, output in _roundings(found):
+        for words, output in _in_low_precision(found):
             yield PRECISION, words, output
 
 
@@ -412,9 +412,9 @@ def _scale(found: Attention, own: torch.Tensor, wrong: torch.Tensor, measured: T
     return 0.0 if left_of_zero <= evidence.NEARER * left else scale
 
 
-def _roundings(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
+def _in_low_precision(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
     operands = [x.detach() for x in (found.turned(found.q), found.turned(found.k), found.v)]
-    for name, low in roundings(*operands).items():
+    for name, low in low_dtypes(*operands).items():
 
         def turned(x: torch.Tensor, low: Turn = low) -> torch.Tensor:
             return low(found.turned(x))

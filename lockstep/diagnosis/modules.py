@@ -19,9 +19,9 @@ from lockstep.diagnosis.ways import (
     PRECISION,
     Way,
     gives_the_right,
+    low_dtypes,
     nearest,
     right_tensors,
-    roundings,
     wrong_parts,
 )
 from lockstep.dumps.layout import SEQUENCE
@@ -149,7 +149,7 @@ def _linear(case: Case, x: torch.Tensor) -> Module:
     def ways() -> Iterator[Way]:
         yield from _other_weights(case, name, lambda other: compute(x, other))
         if case.options["precision"] == "fp32":
-            for word, low in roundings(x, weight).items():
+            for word, low in low_dtypes(x, weight).items():
                 low_x, low_weight = low(x), low(weight)
                 changed = [
                     what

@@ -25,7 +25,7 @@ TO_BFLOAT16, TO_FLOAT16, TO_TF32 = (
 )
 
 
-def roundings(*operands: torch.Tensor) -> dict[str, Rounding]:
+def low_dtypes(*operands: torch.Tensor) -> dict[str, Rounding]:
     """Return the ways to round operands, by name. float16 and TF32 have as many digits; float16 has fewer for small numbers alone."""
     pairs = [(TO_FLOAT16(x), TO_TF32(x), x) for x in operands]
     if all(float((half - tf32).norm()) <= LEFT * float((tf32 - x).norm()) for half, tf32, x in pairs):
