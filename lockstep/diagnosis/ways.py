@@ -95,10 +95,10 @@ def nearest(
     if not near:
         return None
     left, name, words, best = near[0]
-    for other, other_name, other_words, value in near[1:]:
-        if other_name != name or not _are_one(value, best, wrong):
+    for other, _, other_words, value in near[1:]:
+        if not _are_one(value, best, wrong):
             rivals.append(other)
-        elif other_words != words:
+        elif other_words != words:  # such as weights of one, and none
             words += f", or {other_words}"
     if left > LEFT or min(rivals) <= evidence.NEARER * left:
         return None

@@ -125,7 +125,7 @@ def replicas_start_apart(run: Planting) -> Plant:
     seen_in="pytorch/pytorch 137348",
     bug_class="weights",
     cause="weights",
-    evidence="...input_layernorm's output is computed with ...input_layernorm.weight as it was before step 1, as recomputed",
+    evidence="...input_layernorm's output is computed with ...input_layernorm.weight as it was before step 1, or is not multiplied with its weight..., as recomputed",
     step=2,
     first="forward/model.layers.1.input_layernorm",
     flags=("--prefetch", "1", "--reshard_after_forward", "true"),
