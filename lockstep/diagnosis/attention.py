@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -39,12 +40,15 @@ Turn = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Tensors of one layer.
+    """Some samples of the tensors of one layer.
 
     q, k and v have shape (samples, heads, positions, head size), k and v with fewer heads; cos and sin (1 or samples, 1, positions, head
     size). What a query sees is `causal` (queries, keys), `documents` (samples or 1, 1, queries, keys) and `tokens` (samples or 1, 1, 1, keys).
     """
 
+    layer: str
+    samples: torch.Tensor  # their numbers in the batch
+    positions: torch.Tensor  # (samples or 1, positions)
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -64,7 +68,7 @@ class Attention:
         cos, sin = (angles.chunk(2, -1)[0].repeat_interleave(2, -1) for angles in (self.cos, self.sin))
         return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
 
-    def but(self, **changes: torch.Tensor) -> "Attention":
+    def but(self, **changes: Any) -> "Attention":
         return dataclasses.replace(self, **changes)
 
     def output(
@@ -104,9 +108,8 @@ def another_way(case: Case) -> Cause | None:
     layer, is_output, _ = case.path.partition(".o_proj.input")
     if not is_output or not case.names.is_on_heads(case.first):
         return None
-    samples = _samples(case)
-    found = _of_samples(case, layer, samples)
-    return _nearest(case, layer, samples, found, lambda output: output) if found else None
+    found = _of_wrong_samples(case, layer)
+    return _nearest(case, found, lambda output: output) if found else None
 
 
 def another_way_back(case: Case) -> Cause | None:
@@ -117,20 +120,17 @@ def another_way_back(case: Case) -> Cause | None:
     layer, _, projection = case.path.rpartition(".")
     if not case.names.is_on_heads(case.first) or f"forward/{case.path}" not in _names(case, layer):
         return None
-    samples = _samples(case)
-    found, arrived = (
-        _of_samples(case, layer, samples),
-        right_tensors(case, [f"backward/{layer}.o_proj.input"]),
-    )
+    found = _of_wrong_samples(case, layer)
+    arrived = right_tensors(case, [f"backward/{layer}.o_proj.input"])
     if found is None or not arrived:
         return None
     part = projection[0]  # q, k or v
-    leaf = getattr(found, part).requires_grad_()
+    leaf, arrived_here = getattr(found, part).requires_grad_(), arrived[0][found.samples]
 
     def gradient(output: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(output.flatten(-2), leaf, arrived[0][samples])[0].transpose(1, 2)
+        return torch.autograd.grad(output.flatten(-2), leaf, arrived_here)[0].transpose(1, 2)
 
-    return _nearest(case, layer, samples, found.but(**{part: leaf}), gradient)
+    return _nearest(case, found.but(**{part: leaf}), gradient)
 
 
 def documents_together(case: Case) -> Cause | None:
@@ -162,15 +162,15 @@ def _samples(case: Case) -> torch.Tensor:
     return wrong[: SCORES // scores]
 
 
-def _nearest(case: Case, layer: str, samples: torch.Tensor, found: Attention, measured: Turn) -> Cause | None:
+def _nearest(case: Case, found: Attention, measured: Turn) -> Cause | None:
     """Return the cause for what is `measured` of the output of attention."""
     own, right = (
-        tensor[samples].unflatten(-1, (-1, case.head_size))
+        tensor[found.samples].unflatten(-1, (-1, case.head_size))
         for tensor in (case.own(case.first), case.right(case.first))
     )
-    right_way = next(
-        (way for way in _right_ways(case, found) if gives_the_right(case, measured(way.output()), right)),
-        None,
+    outputs = ((way, measured(way.output())) for way in _right_ways(case, found))
+    right_way, again = next(
+        ((way, it) for way, it in outputs if gives_the_right(case, it, right)), (None, right)
     )
     if right_way is None:
         return None
@@ -178,12 +178,8 @@ def _nearest(case: Case, layer: str, samples: torch.Tensor, found: Attention, me
     groups = [(dim, torch.arange(own.shape[dim])) for dim in (0, 2)]
     groups.append((1, case.cp_rank_of(own.shape[1])))
     wrong = wrong_parts(wrong_elements(case, own, right), groups)
-    ways = _ways(case, right_way, layer, own, right, wrong, measured)
-    again, of_ways = (
-        measured(right_way.output()),
-        ((name, words, measured(value)) for name, words, value in ways),
-    )
-    way = nearest(case, own, right, again, wrong, of_ways)
+    ways = _ways(case, right_way, own, right, wrong, measured)
+    way = nearest(case, own, right, again, wrong, ((name, words, measured(it)) for name, words, it in ways))
     if way is None:
         return None
     name, words = way
@@ -191,11 +187,12 @@ def _nearest(case: Case, layer: str, samples: torch.Tensor, found: Attention, me
     if len(heads) < wrong.shape[2] and not words.startswith("head"):
         words = f"{numbered('head', heads)} of {wrong.shape[2]}: {words}"
     back = "in the backward pass, " if case.first.startswith("backward/") else ""
-    return Cause(name, f"{layer}: {back}{words}, as recomputed")
+    return Cause(name, f"{found.layer}: {back}{words}, as recomputed")
 
 
-def _of_samples(case: Case, layer: str, samples: torch.Tensor) -> Attention | None:
-    """Return some samples of the tensors of a layer, if they are captured and right."""
+def _of_wrong_samples(case: Case, layer: str) -> Attention | None:
+    """Return the tensors of a layer, if they are captured and right."""
+    samples = _samples(case)
     rotary = f"forward/{case.names.base}.rotary_emb"
     of_heads, angles = _projections(case, layer, samples), right_tensors(case, [rotary, f"{rotary}.1"])
     if not (of_heads and angles and len(samples)):
@@ -203,10 +200,13 @@ def _of_samples(case: Case, layer: str, samples: torch.Tensor) -> Attention | No
     cos, sin = (tensor[:, None] if len(tensor) == 1 else tensor[samples, None] for tensor in angles)
     place, everything = torch.arange(cos.shape[2]), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     q, k, v = of_heads
-    found = Attention(q, k, v, cos, sin, place[:, None] >= place, everything, everything)
+    causal = place[:, None] >= place
+    found = Attention(layer, samples, place[None], q, k, v, cos, sin, causal, everything, everything)
     if case.has("batch/position_ids"):
-        document = (case.own("batch/position_ids")[samples] == 0).cumsum(1)
-        found = found.but(documents=(document[:, :, None] == document[:, None, :])[:, None])
+        positions = case.own("batch/position_ids")[samples]
+        document = (positions == 0).cumsum(1)
+        documents = (document[:, :, None] == document[:, None, :])[:, None]
+        found = found.but(positions=positions, documents=documents)
     if case.has("batch/attention_mask"):
         found = found.but(tokens=case.own("batch/attention_mask")[samples].bool()[:, None, None, :])
     return found
@@ -244,7 +244,6 @@ def _projections(case: Case, layer: str, samples: torch.Tensor) -> list[torch.Te
 def _ways(
     case: Case,
     found: Attention,
-    layer: str,
     own: torch.Tensor,
     right: torch.Tensor,
     wrong: torch.Tensor,
@@ -254,8 +253,8 @@ def _ways(
         yield name, words, found.output(seen)
     if case.first.startswith("forward/"):
         yield from _heads(case, found, own, wrong)
-        yield from _keys(case, found, layer)
-    for words, output in _angles(case, found):
+        yield from _keys(case, found)
+    for words, output in _angles(found):
         yield "rotary angles", words, output
     scale = _scale(found, own, wrong, measured)
     digits = 8 if math.isclose(scale, found.scale, rel_tol=1e-3) else 4
@@ -322,19 +321,15 @@ def _heads(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor)
     yield EXCHANGED, "the output is laid out by heads, not by positions", torch.cat(of_ranks, 2)
 
 
-def _keys(case: Case, found: Attention, layer: str) -> Iterator[Way]:
+def _keys(case: Case, found: Attention) -> Iterator[Way]:
     """Queries attend to the keys and values of the layer before, of neighbouring positions, or of each cp rank by themselves."""
     for words, shift in (("before", 1), ("after", -1)):
-        yield (
-            EXCHANGED,
-            f"each value is that of the position {words}",
-            found.but(v=found.v.roll(shift, 2)).output(),
-        )
-    before = re.sub(r"\d+", lambda number: str(int(number[0]) - 1), layer)
+        output = found.but(v=found.v.roll(shift, 2)).output()
+        yield EXCHANGED, f"each value is that of the position {words}", output
+    before = re.sub(r"\d+", lambda number: str(int(number[0]) - 1), found.layer)
     old = found
-    if case.names.layer_of(f"{layer}.") > 0:
-        samples = _samples(case)
-        of_heads = _projections(case, before, samples)
+    if case.names.layer_of(f"{found.layer}.") > 0:
+        of_heads = _projections(case, before, found.samples)
         if of_heads:
             old = found.but(k=of_heads[1], v=of_heads[2])
             yield EXCHANGED, f"keys and values are those of {before}", old.output()
@@ -353,7 +348,7 @@ def _keys(case: Case, found: Attention, layer: str) -> Iterator[Way]:
     yield CONTEXT, words, by_rank.nanmean(0)
 
 
-def _angles(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
+def _angles(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
     def as_it_is(x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -364,7 +359,7 @@ def _angles(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
     yield words, found.output(turn=found.turned_in_neighbours)
     yield "queries and keys are rotated backwards", found.but(sin=-found.sin).output()
     yield "queries and keys are rotated twice", found.output(turn=lambda x: found.turned(found.turned(x)))
-    step = _one_position(case, found)
+    step = _one_position(found)
     if step is None:
         return
     cos, sin = step
@@ -379,12 +374,9 @@ def _angles(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
             yield sentence, found.output(turn=further.turned, turn_keys=found.turned)
 
 
-def _one_position(case: Case, found: Attention) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _one_position(found: Attention) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return cosine and sine of the angles of one position, from two neighbours of the first sample; None if none are one position apart."""
-    positions = torch.arange(found.cos.shape[2])
-    if case.has("batch/position_ids"):
-        positions = case.own("batch/position_ids")[_samples(case)[0]]
-    places = (positions.diff() == 1).nonzero()[:, 0].tolist()
+    places = (found.positions[0].diff() == 1).nonzero()[:, 0].tolist()
     if not places:
         return None
     (cos_0, cos_1), (sin_0, sin_1) = (

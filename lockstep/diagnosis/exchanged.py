@@ -106,11 +106,8 @@ def other_rows(case: Case) -> Cause | None:
     """The embedding looks up the rows of other ids, wherever these ids are in wrong samples."""
     if case.path != case.names.embedding or not case.has("batch/input_ids"):
         return None
-    own, right, weight = (
-        case.own(case.first),
-        case.right(case.first),
-        case.before(case.names.embedding_weight),
-    )
+    own, right = case.own(case.first), case.right(case.first)
+    weight = case.before(case.names.embedding_weight)
     ids, is_wrong = case.own("batch/input_ids").long(), wrong_elements(case, own, right).any(-1)
     wrong_ids, of_token = ids[is_wrong].unique(return_inverse=True)
     if len(wrong_ids) * len(weight) > DISTANCES:

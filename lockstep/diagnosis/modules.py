@@ -7,7 +7,7 @@ must give what the reference has. Then the wrong way that is nearest to the run 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ class Module(NamedTuple):
     """The right way to compute the output, from what the module is given; and further wrong ways."""
 
     compute: Callable[..., torch.Tensor]
-    ways: Callable[[], Iterator[Way]]
+    ways: Callable[[], Iterable[Way]]
 
 
 def another_way(case: Case) -> Cause | None:
@@ -63,21 +63,19 @@ def another_way(case: Case) -> Cause | None:
     own, right = case.own(case.first), case.right(case.first)
     if not sources or own.ndim < 2 or own.shape[0] != sources[0].shape[0]:
         return None
-    is_right = (
-        module
-        for module in _modules(case, names, sources, own.shape)
-        if gives_the_right(case, module.compute(*sources), right)
+    outputs = ((module, module.compute(*sources)) for module in _modules(case, names, sources, own.shape))
+    module, again = next(
+        ((one, it) for one, it in outputs if gives_the_right(case, it, right)), (None, right)
     )
-    module = next(is_right, None)
     wrong = _wrong_parts(case, own, right)
     if module is None or not bool(wrong.any()):
         return None
 
     def ways() -> Iterator[Way]:
         yield from module.ways()
-        yield from _other_inputs(case, module, names, sources)
+        yield from _other_inputs(case, module, names, sources, again)
 
-    way = nearest(case, own, right, module.compute(*sources), wrong, ways())
+    way = nearest(case, own, right, again, wrong, ways())
     return None if way is None else Cause(way[0], f"{describe(case.path)} {way[1]}, as recomputed")
 
 
@@ -110,13 +108,15 @@ def _modules(
         if len(sources) == 1:
             for name, function in ACTIVATIONS.items():
                 # A module that returns what another one does, as a block does, is no activation function.
-                yield Module(function, functools.partial(_activations, x) if name != COPY else _no_ways)
+                yield Module(function, functools.partial(_activations, x) if name != COPY else tuple)
         else:
             yield Module(lambda *given: sum(given[1:], given[0]), lambda: _other_sums(names, sources))
-            yield Module(lambda *given: functools.reduce(torch.mul, given), _no_ways)
+            yield Module(lambda *given: functools.reduce(torch.mul, given), tuple)
 
 
-def _other_inputs(case: Case, module: Module, names: list[str], sources: list[torch.Tensor]) -> Iterator[Way]:
+def _other_inputs(
+    case: Case, module: Module, names: list[str], sources: list[torch.Tensor], output: torch.Tensor
+) -> Iterator[Way]:
     """Yield the output with another input, and with another tensor added. It is one that is captured shortly before or after."""
     shapes = case.dump.layout.outputs
     order = list(shapes)
@@ -130,7 +130,7 @@ def _other_inputs(case: Case, module: Module, names: list[str], sources: list[to
         if other == case.path or not tensors:
             continue
         if is_added:
-            yield INPUTS, f"has {describe(other)} added", module.compute(*sources) + tensors[0]
+            yield INPUTS, f"has {describe(other)} added", output + tensors[0]
         for place in places:
             given = [*sources[:place], *tensors, *sources[place + 1 :]]
             words = f"is computed from {describe(other)}, in the place of {describe(names[place])}"
@@ -258,15 +258,8 @@ def _other_weights(case: Case, name: str, compute: Callable[[torch.Tensor], torc
         if other != name and is_near and shapes[other] == shapes[name]:
             yield "weights", f"is computed with {other}", compute(case.before(other))
     for step in range(1, case.step):
-        yield (
-            "weights",
-            f"is computed with {name} as it was before step {step}",
-            compute(case.before(name, step)),
-        )
-
-
-def _no_ways() -> Iterator[Way]:
-    yield from ()
+        output = compute(case.before(name, step))
+        yield "weights", f"is computed with {name} as it was before step {step}", output
 
 
 def _activations(x: torch.Tensor) -> Iterator[Way]:

@@ -10,6 +10,9 @@ from lockstep.diagnosis.case import LEFT, Case
 from lockstep.verdict.gpu_arithmetic import rounded as to_tf32
 
 PRECISION = "precision"
+SAME = 1e-9  # relative and absolute difference of elements of two ways that are the same
+# (name of the cause, what is done, the output)
+Way = tuple[str, str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -31,11 +34,6 @@ def low_dtypes(*operands: torch.Tensor) -> dict[str, Rounding]:
     if all(float((half - tf32).norm()) <= LEFT * float((tf32 - x).norm()) for half, tf32, x in pairs):
         return {"bfloat16": TO_BFLOAT16, "float16 or TF32": TO_TF32}
     return {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16, "TF32": TO_TF32}
-
-
-SAME = 1e-9  # relative and absolute difference of elements of two ways that are the same
-# (name of the cause, what is done, the output)
-Way = tuple[str, str, torch.Tensor]
 
 
 def right_tensors(case: Case, names: list[str]) -> list[torch.Tensor]:
