@@ -1,4 +1,5 @@
 import gc
+import os
 import shutil
 import signal
 
@@ -39,6 +40,8 @@ SLOW = [
 ]
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Ray prints a line every ten seconds where the disk is almost full, which is no matter of these tests.
+os.environ["RAY_local_fs_capacity_threshold"] = "1"
 
 
 _start = processes.start
