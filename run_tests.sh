@@ -2,7 +2,7 @@
 # Run the tests; arguments go to pytest. On two cores the whole suite takes an hour and more.
 #
 #   ./run_tests.sh              the tests
-#   ./run_tests.sh --all        the tests with all foreign bugs, every planted fault in both precisions, and the sweep of correct runs
+#   ./run_tests.sh --all        the tests with all foreign bugs, every planted fault in fp32 and autocast, and the sweep of correct runs
 set -euo pipefail
 source "$(dirname "$0")/environment.sh" requirements.txt requirements-transformers-tp.txt requirements-studies.txt requirements-record.txt requirements-test.txt
 cd "$ROOT"

@@ -41,7 +41,7 @@ SLOW = [
 # A suite that was started in the background has inherited an ignored Ctrl-C, and the programs that it starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray prints a line every ten seconds where the disk is almost full, which is no matter of these tests.
-os.environ["RAY_local_fs_capacity_threshold"] = "1"
+os.environ["RAY_local_fs_capacity_threshold"] = "1"  # noqa: SIM112 - Ray's own name
 
 
 _start = processes.start
