@@ -24,6 +24,7 @@ from lockstep.ground.schemas import (
     Origin,
     Sha256,
     Strict,
+    Threads,
     Whole,
     validate,
 )
@@ -87,7 +88,7 @@ class Run(Strict):
     tokenizer: Name
     num_steps: Count
     versions: dict[Name, Name]
-    threads: Count  # of each rank, in torch's kernels on a CPU
+    threads: Threads  # of each rank, in torch's kernels on a CPU
     origin: Origin
     told_sha256: Sha256 | None = None  # of what the strategy's library was told
 

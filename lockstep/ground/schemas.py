@@ -19,6 +19,7 @@ MayBreakDown = float  # may be NaN or infinite, as in a run that broke down
 # May be shown: it has no control characters
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 Names = Annotated[tuple[Name, ...], Field(strict=False)]  # JSON has lists for tuples
+Threads = Annotated[int, Field(ge=0, le=4096)]  # of a process; 0: not known
 Size = Annotated[int, Field(ge=0, le=2**40)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, max_length=8)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Whole
+from lockstep.ground.schemas import Count, MayBreakDown, Name, Strict, Threads, Whole
 
-FORMAT = 12
+FORMAT = 13
 ERROR = "error.json"  # the file that says which error ended a rank's run
 Plain = bool | int | MayBreakDown | str | None
 
@@ -20,7 +20,7 @@ class Origin(Strict):
     script: str = ""  # as it was typed
     device: str = ""  # of rank 0
     seed: str = ""  # torch's, of rank 0
-    threads: Whole = 0  # of rank 0, in torch's kernels on a CPU
+    threads: Threads = 0  # of rank 0, in torch's kernels on a CPU
     tf32: list[Name] = []  # the float32 operations that a GPU computes in TF32
     date: str = ""
     versions: dict[Name, Name] = {}
@@ -207,8 +207,16 @@ class StepRecord(Strict):
     skipped: Whole = 0  # windows of micro batches before this step, clipped and then set to zero
     overflowed: Whole = 0  # steps that a GradScaler skipped before, as gradients were not finite
     places: dict[Name, Placed]
-    unchanged: list[Name]  # weights that are what the step before ended with, and written there
+    # Of large tensors that this rank wrote: the content (lockstep/recorder/contents.py)
+    written: dict[Name, Name]
+    # Of those that it left out, since it or another rank had written the content
+    elsewhere: dict[Name, Name]
     changed: list[Name]  # weights and state that are not what the step before ended with
+
+    @functools.cached_property
+    def contents(self) -> dict[str, str]:
+        """The contents of this rank's large tensors, wherever they are written."""
+        return self.written | self.elsewhere
 
     @property
     def has_loss(self) -> bool:

@@ -28,7 +28,7 @@
         attribute/KEY/NUMBER        an attribute of an optimizer, before the step
                                     (of state and attributes after the step, a hash is kept)
 
-A weight is not written again if, by its hash, it is what the step before ended with.
+A large tensor is left out if a rank has written the same content already (lockstep/recorder/contents.py).
 
 A step ends with the optimizer's step. Each rank writes for itself: nothing is gathered or communicated.
 """
@@ -60,6 +60,7 @@ from lockstep.recorder import (
     wrapped,
 )
 from lockstep.recorder.callers import callers
+from lockstep.recorder.contents import forget
 from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks, matches
@@ -123,8 +124,7 @@ class Recorder(Updates):
         self.root: float | None = None
         # The loop's losses that it has gone through so far, with their target classes
         self.arriving: list[tuple[dict[str, Any], torch.Tensor | None]] = []
-        # Remove an earlier recording
-        shutil.rmtree(self._rank_folder, ignore_errors=True)
+        self._remove_earlier()
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
         """Count the samples of a step that was over when the recording began.
@@ -245,9 +245,9 @@ class Recorder(Updates):
 
     def _record_stages(self, stage: parallelism.Stage) -> None:
         """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and the others."""
-        # Remove an earlier recording
         for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
             shutil.rmtree(earlier, ignore_errors=True)
+            forget(earlier.parent, earlier.name)
         recorders = {stage.number: self}
         for number in stage.of_rank.keys() - {stage.number}:
             module = stage.of_rank[number]

@@ -110,6 +110,13 @@ class Recording:
             raise UserError(
                 f"{folder}: no optimizer's step was recorded; the recorded model must be trained, in training mode, by a torch optimizer"
             )
+        # The rank, step and key of each content that was written
+        self._writers = {
+            content: (rank, step, key)
+            for step, records in enumerate(self.steps, 1)
+            for rank, record in records.items()
+            for key, content in record.written.items()
+        }
         first = self.steps[0][0]
         # Whether the run was one process with a process group. The model's code may ask for the group.
         self.needs_group = first.world_size == 1 and bool(first.groups)
@@ -218,9 +225,14 @@ class Recording:
         return tensor
 
     def _stored(self, rank: int, step: int, key: str) -> torch.Tensor:
-        """Return a tensor as a file has it. Weights that are unchanged are in the file of the step before."""
-        if key.partition("#")[0] in self.steps[step - 1][rank].unchanged:
-            return self._stored(rank, step - 1, key.replace("weight/", "updated/", 1))
+        """Return a tensor as a file has it: that of the rank, or of another that had written the same content."""
+        content = self.steps[step - 1][rank].elsewhere.get(key)
+        if content is not None:
+            if content not in self._writers:
+                raise UserError(
+                    f"{self._path(rank, step)}: {printable(key)} is not here, and no other rank has written it, as of another run; {REMEDY}"
+                )
+            rank, step, key = self._writers[content]
         try:
             return self._file(rank, step).get_tensor(key)
         except SafetensorError as error:
@@ -233,7 +245,9 @@ class Recording:
         return self._tensor(rank, step, f"{name}#0") if name in self.steps[step - 1][rank].places else None
 
     def _if_there(self, rank: int, step: int, name: str) -> torch.Tensor | None:
-        return self._tensor(rank, step, name) if name in self._file(rank, step).keys() else None  # noqa: SIM118 - of a file
+        is_left_out = name in self.steps[step - 1][rank].elsewhere
+        is_there = is_left_out or name in self._file(rank, step).keys()  # noqa: SIM118 - of a file
+        return self._tensor(rank, step, name) if is_there else None
 
     def dropped(
         self, step: int, micro_batch: JoinedMicroBatch, call: int, shape: torch.Size
@@ -389,8 +403,9 @@ class Recording:
         kind, _, parameter_name = name.partition("/")
         if ranks is None and kind in ("gradient", "updated"):
             ranks = self.holders(step).get(parameter_name)
-        # The replicas of a block, and its slices in the whole, by its start and shape
+        # The replicas of a block, the content of the first one, and its slices in the whole, by its start and shape
         replicas: dict[tuple, list[torch.Tensor]] = {}
+        contents: dict[tuple, str | None] = {}
         within: dict[tuple, tuple[slice, ...]] = {}
         # A tensor is asked for again and again, and its replicas are compared once.
         request = step, name, tuple(ranks or ())
@@ -405,8 +420,12 @@ class Recording:
                 key = tuple(place.start), tuple(place.shape)
                 if key in replicas and request in self._odd_ranks and not mean:
                     continue
+                content = record.contents.get(f"{name}#{number}")
+                if content and content == contents.get(key) and not mean:
+                    continue
                 block = self._tensor(rank, step, f"{name}#{number}")
                 earlier, within[key] = replicas.setdefault(key, []), place.within
+                contents.setdefault(key, content)
                 # What is not finite on all ranks alike is no difference between them.
                 if (
                     earlier

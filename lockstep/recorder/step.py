@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
 from lockstep.recorder import own_hooks, parallelism, patches, tree, wrapped
+from lockstep.recorder.contents import AT_LEAST, claim, content_of, forget, leave
 from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
@@ -94,6 +96,8 @@ class StepRecorder:
         self.beside: list[Any] = []
         # Modules that return what a hook made of their output
         self.hooked: set[str] = set()
+        # Contents that this rank or another has written
+        self.contents: set[str] = set()
         # Hashes of what the step before ended with
         self.last_digests: dict[str, int] = {}
         # The optimizer whose step runs, and how deep that step is nested in itself
@@ -175,6 +179,7 @@ class StepRecorder:
         for remove in self.always:
             remove()
         self.always = []
+        self._leave()
         # The error is the user's. Another one, as of a full disk, must not take its place.
         with contextlib.suppress(OSError):
             if self.error and self._rank_folder.is_dir():
@@ -245,6 +250,29 @@ class StepRecorder:
         # Whether a gradient arrived after the last step of another model's optimizer
         self.arrived_since = True
 
+    def _contents(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the contents of the step's large tensors, by key: (those that this rank must write, those that are written already)."""
+        written, elsewhere = dict[str, str](), dict[str, str]()
+        large = [key for key, tensor in self.kept.tensors.items() if tensor.nbytes >= AT_LEAST]
+        # Ranks that hold the same begin at other places, so that each writes a part of it.
+        begin = self.ranks["rank"] * len(large) // self.ranks["world_size"]
+        for key in [*large[begin:], *large[:begin]]:
+            content = content_of(self.kept.tensors[key])
+            is_new = content not in self.contents and claim(self.folder, self._rank_folder.name, content)
+            self.contents.add(content)
+            (written if is_new else elsewhere)[key] = content
+        return written, elsewhere
+
+    def _remove_earlier(self) -> None:
+        """Remove what an earlier run has recorded of this rank."""
+        shutil.rmtree(self._rank_folder, ignore_errors=True)
+        forget(self.folder, self._rank_folder.name)
+
+    def _leave(self) -> None:
+        """Say to the other ranks that this one has written all its steps."""
+        ranks = self.ranks.get("world_size", 1) * len(self.of_rank) // self.ranks.get("stages", 1)
+        leave(self.folder, self._rank_folder.name, ranks)
+
     def _write(self) -> None:
         """Write the files of the step, and begin the next one."""
         self._see_ranks()
@@ -270,7 +298,9 @@ class StepRecorder:
             write_model(self.folder, self.tree | extra, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
-        save_file(self.kept.tensors, path.with_suffix(".part"))
+        written, elsewhere = self._contents()
+        tensors = {key: tensor for key, tensor in self.kept.tensors.items() if key not in elsewhere}
+        save_file(tensors, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
         content = {
             "format": FORMAT,
@@ -293,7 +323,8 @@ class StepRecorder:
                 name for name, p in wrapped.named_parameters(self.model).items() if p._backward_hooks
             ],
             "places": self.kept.places,
-            "unchanged": self.kept.unchanged,
+            "written": written,
+            "elsewhere": elsewhere,
             # Also what the step before ended with and this one does not have
             "changed": [*self.kept.changed, *self.last_digests],
         }
@@ -303,6 +334,7 @@ class StepRecorder:
         self.last_digests = self.kept.digests
         self._begin()
         if self.step > self.steps:
+            self._leave()
             self._remove_hooks()
             # It is large: it has a hash for each row and column of every parameter.
             self.plain_shards.places.clear()

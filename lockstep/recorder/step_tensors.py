@@ -27,7 +27,6 @@ class StepTensors:
         self.places: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, int] = {}  # hashes of what the step ends with
         self.begun: dict[str, int] = {}  # hashes of the state that the optimizer begins with
-        self.unchanged: list[str] = []  # weights that are what the step before ended with
         self.changed: list[str] = []  # weights and state that are not what it ended with
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
@@ -35,13 +34,10 @@ class StepTensors:
         copy = copied(tensor)
         self.tensors[name] = self.tensors[name] + copy if added and name in self.tensors else copy
 
-    def keep_shard(
-        self, name: str, tensor: torch.Tensor, *, added: bool = False, written: bool = True
-    ) -> None:
+    def keep_shard(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
         """Keep this rank's blocks of a tensor, and where they lie in the whole.
 
-        `added`: add them to what was kept before. `written`: keep the values, too; False if they are written elsewhere.
-        Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
+        `added`: add them to what was kept before. Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
         """
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -53,8 +49,7 @@ class StepTensors:
         pair = [2] if tensor.is_complex() else []
         places = []
         for number, (start, block) in enumerate(parts):
-            if written:
-                self.keep(f"{name}#{number}", as_real(block), added=added)
+            self.keep(f"{name}#{number}", as_real(block), added=added)
             places.append({"start": [*start, *[0] * len(pair)], "shape": [*block.shape, *pair]})
         self.places[name] = {"full": [*full, *pair], "blocks": places}
 
@@ -67,10 +62,8 @@ class StepTensors:
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a parameter from before the step."""
         tensor = quantized.values(tensor)
-        is_unchanged = self._is_as_before(f"weight/{name}", tensor)
-        if is_unchanged:
-            self.unchanged.append(f"weight/{name}")
-        self.keep_shard(f"weight/{name}", tensor, written=not is_unchanged)
+        self.keep_shard(f"weight/{name}", tensor)
+        self._note_change(f"weight/{name}", digest_of(tensor))
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a parameter from after the update."""
@@ -84,8 +77,8 @@ class StepTensors:
         `name` is state/KEY/NAME for what it has of a parameter, or attribute/KEY/NUMBER.
         """
         self.keep_shard(name, tensor)
-        self._is_as_before(name, tensor)
         self.begun[name] = digest_of(tensor)
+        self._note_change(name, self.begun[name])
 
     def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a hash of the same tensor from after the update.
@@ -96,13 +89,10 @@ class StepTensors:
         if name.startswith("state/") or hashed != self.begun.get(name):
             self.digests[name] = hashed
 
-    def _is_as_before(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what the step before ended with. If that ended with another, the name is added to `changed`."""
-        before = self.before.pop(name, None)
-        is_same = before == digest_of(tensor)
-        if before is not None and not is_same:
+    def _note_change(self, name: str, hashed: int) -> None:
+        """Note in `changed` that a tensor, whose hash is given, is not what the step before ended with."""
+        if self.before.pop(name, hashed) != hashed:
             self.changed.append(name)
-        return is_same
 
 
 def digest_of(tensor: torch.Tensor) -> int:

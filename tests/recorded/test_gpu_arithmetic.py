@@ -414,6 +414,8 @@ def test_the_yardstick_has_as_many_threads_as_the_run(tmp_path, threads):
         rows = json.loads((tmp_path / "report.json").read_text())["steps"][0]["tensors by themselves"]
         multiples.append(rows["gradient/norm.bias"][1])
     assert said["origin"]["threads"] == 1
+    path.write_text(json.dumps(said | {"origin": said["origin"] | {"threads": 10**6}}))
+    assert judge.main([str(tmp_path)]) == 2  # a damaged file, and more than torch can have
     assert multiples[0] < 1 / MULTIPLE and multiples[0] != multiples[1]
 
 
