@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from lockstep.diagnosis import evidence, forward, recompute
+from lockstep.diagnosis import forward, recompute, ways
 from lockstep.diagnosis.case import Case, describe
 from lockstep.diagnosis.odd import numbered, places_of, samples_and_positions, wrong_elements
 from lockstep.ground.words import and_more
@@ -19,18 +19,18 @@ def input_gradient(case: Case) -> Cause | None:
         return None
     whole = {module: torch.stack(terms).sum(0) for module, terms in shares.items()}
     groups = [group for size in range(len(shares), 0, -1) for group in itertools.combinations(shares, size)]
-    own, candidates = case.own(case.first), []
-    for rank, group in itertools.product(range(case.mesh.tp), groups):
-        value = torch.stack(
-            [shares[module][rank] if module in group else whole[module] for module in shares]
-        ).sum(0)
-        if case.explains(case.first, value):
-            candidates.append((float((own - value).norm()), rank, group))
-    # In autocast, several values may explain it within the noise. The nearest one counts if the others are farther by more than chance.
-    if len(candidates) > 1 and sorted(candidates)[1][0] <= evidence.NEARER * min(candidates)[0]:
-        return None
-    if candidates:
-        _, rank, group = min(candidates)
+    values = (
+        (
+            (rank, group),
+            torch.stack(
+                [shares[module][rank] if module in group else whole[module] for module in shares]
+            ).sum(0),
+        )
+        for rank, group in itertools.product(range(case.mesh.tp), groups)
+    )
+    lost = ways.nearest_that_explains(case, values)
+    if lost is not None:
+        rank, group = lost
         sentence = (
             f"{what} has only tp rank {rank}'s share of the part that comes back through {', '.join(group)}"
         )

@@ -10,7 +10,8 @@ NEAR = {"fp32": 1e-3, "autocast": 0.03, "bf16": 0.03}
 # Several explanations may fit. One is taken only if every other leaves more than this times its error: less may be chance.
 NEARER = 1.05
 # The numbers of the first ones are numbers of bfloat16, too.
-LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
+SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LOW = (torch.float8_e4m3fn, torch.float8_e5m2, *SIXTEEN_BITS.values())
 BY_CHANCE = 6  # standard errors: beyond, it is no chance
 SAME_FACTOR = 1e-2  # two measured factors that are as near to each other as this are the same
 

@@ -11,11 +11,12 @@ from lockstep.diagnosis.backward import lost
 from lockstep.diagnosis.case import LEFT, Case
 from lockstep.diagnosis.gradients import cause_of_weights
 from lockstep.diagnosis.odd import FEW
+from lockstep.diagnosis.ways import PRECISION, nearest_that_explains
 from lockstep.inputs.samples import IGNORED
 from lockstep.verdict.result import Cause
 
 MOST = 1 << 27  # logits, of which some ten copies in float64 are made: 10 GiB
-SHARDS = "loss on vocabulary shards"
+LOSS, SHARDS = "loss function", "loss on vocabulary shards"
 
 
 def reported_loss(case: Case) -> Cause | None:
@@ -98,15 +99,10 @@ def counted_otherwise(case: Case) -> Cause | None:
         shown = ", ".join(f"{count:.0f}" for count in counts.tolist())
         sentence = f"{what} that of a mean over {words} of means over their own labels ({shown}), not of the mean over all {total} labels"
         weights_by_sentence[sentence] = total / (len(counts) * counts.clamp(min=1))[group][..., None]
-    reference, own = case.reference(case.first), case.own(case.first)
-    candidates = sorted(
-        (float((own - weights * reference).norm()), sentence)
-        for sentence, weights in weights_by_sentence.items()
-        if case.explains(case.first, weights * reference)
-    )
-    if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
-        return None
-    return Cause("label count", candidates[0][1])
+    reference = case.reference(case.first)
+    values = ((sentence, weights * reference) for sentence, weights in weights_by_sentence.items())
+    found = nearest_that_explains(case, values)
+    return None if found is None else Cause("label count", found)
 
 
 def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,17 +210,21 @@ def another_loss(case: Case) -> Cause | None:
     if not are_finite or not bool(has_label.any()) or _is_one_factor(case):
         return None
     label = torch.zeros_like(logits).scatter_(-1, labels.clamp(min=0)[..., None], 1.0)
+    found = nearest_that_explains(case, _of_other_losses(case, logits, label, has_label))
+    if found is None:
+        return None
+    name, words = found
+    return Cause(name, f"the gradient of the logits is that of a cross entropy {words}")
+
+
+def _of_other_losses(
+    case: Case, logits: torch.Tensor, label: torch.Tensor, has_label: torch.Tensor
+) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """Yield ((the name of a cause, the loss in words), the gradient of the logits that it gives)."""
+    own, right = case.own(case.first), case.right(case.first)
 
     def mean(of_tokens: torch.Tensor) -> torch.Tensor:
         return of_tokens * has_label / has_label.sum()
-
-    own, right = case.own(case.first), case.right(case.first)
-    candidates: list[tuple[float, Cause]] = []
-
-    def add(name: str, words: str, value: torch.Tensor) -> None:
-        if case.explains(case.first, value):
-            sentence = f"the gradient of the logits is that of a cross entropy {words}"
-            candidates.append((float((own - value).norm()), Cause(name, sentence)))
 
     smoothed, squared = (
         mean(label - 1 / logits.shape[-1]),
@@ -232,29 +232,25 @@ def another_loss(case: Case) -> Cause | None:
     )
     smoothing, z_loss = (evidence.multiple_of(own - right, direction) for direction in (smoothed, squared))
     if 0 < smoothing < 1:
-        add("loss function", f"with label smoothing of {smoothing:.3g}", right + smoothing * smoothed)
+        yield (LOSS, f"with label smoothing of {smoothing:.3g}"), right + smoothing * smoothed
     if z_loss > 0:
-        add("loss function", f"with a z-loss of {z_loss / 2:.3g}", right + z_loss * squared)
-    for dtype in (torch.bfloat16, torch.float16) if case.options["precision"] == "fp32" else ():
-        words = f"of logits that are rounded to {str(dtype).removeprefix('torch.')}, in a float32 run"
-        add("precision", words, mean(logits.to(dtype).double().softmax(-1) - label))
+        yield (LOSS, f"with a z-loss of {z_loss / 2:.3g}"), right + z_loss * squared
+    for dtype_name, dtype in evidence.SIXTEEN_BITS.items() if case.options["precision"] == "fp32" else ():
+        words = f"of logits that are rounded to {dtype_name}, in a float32 run"
+        yield (PRECISION, words), mean(logits.to(dtype).double().softmax(-1) - label)
     inverse = _inverse_temperature(own, logits, label, has_label)
     if inverse > 0:
         words = f"of logits that are divided by a temperature of {1 / inverse:.4g}"
-        add("loss function", words, inverse * mean((inverse * logits).softmax(-1) - label))
+        yield (LOSS, words), inverse * mean((inverse * logits).softmax(-1) - label)
     cap = _cap(own, logits, label, has_label)
     words = f"of logits that are capped, {cap:.4g} tanh(logits / {cap:.4g})"
-    add("loss function", words, mean(_of_capped(logits, label, cap)))
+    yield (LOSS, words), mean(_of_capped(logits, label, cap))
     shares = mean(logits.softmax(-1))
     times = _times(own + mean(label), shares, has_label)
     if times is not None:
         # A rank sums the exponentials of its shard of the vocabulary.
-        name = SHARDS if "tp" in case.sharded(case.first) else "loss function"
-        add(name, _of_sums(logits, times, has_label), times * shares - mean(label))
-    candidates.sort(key=lambda pair: pair[0])
-    if not candidates or len(candidates) > 1 and candidates[1][0] <= evidence.NEARER * candidates[0][0]:
-        return None
-    return candidates[0][1]
+        name = SHARDS if "tp" in case.sharded(case.first) else LOSS
+        yield (name, _of_sums(logits, times, has_label)), times * shares - mean(label)
 
 
 def _times(probabilities: torch.Tensor, right: torch.Tensor, has_label: torch.Tensor) -> torch.Tensor | None:

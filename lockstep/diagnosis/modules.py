@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from lockstep.diagnosis import evidence
 from lockstep.diagnosis.case import Case, describe
 from lockstep.diagnosis.odd import wrong_elements
 from lockstep.diagnosis.ways import (
@@ -27,7 +28,6 @@ from lockstep.diagnosis.ways import (
 from lockstep.dumps.layout import SEQUENCE
 from lockstep.verdict.result import Cause
 
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COPY = "just a copy"
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
@@ -228,7 +228,7 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
     if case.mesh.tp > 1 and len(weight) % case.mesh.tp == 0:
         yield way("tp reduction missing", "is normed over each tp rank's features alone", parts=case.mesh.tp)
     if case.options["precision"] == "fp32":
-        for word, dtype in LOW.items():
+        for word, dtype in evidence.SIXTEEN_BITS.items():
             yield way(PRECISION, f"is computed in {word}", dtype=dtype)
             yield way(PRECISION, f"has its variance rounded to {word}", variance_dtype=dtype)
             words = f"has its variance computed in {word}"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ SAME = 1e-9  # relative and absolute difference of elements of two ways that are
 # (name of the cause, what is done, the output)
 Way = tuple[str, str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+Found = TypeVar("Found")
 
 
 def _with_its_gradient(rounded: Rounding) -> Rounding:
@@ -104,6 +106,20 @@ def nearest(
     if name != PRECISION and not case.leaves_little(case.first, left * case.rows[case.first].distance.error):
         return None
     return name, words
+
+
+def nearest_that_explains(case: Case, values: Iterable[tuple[Found, torch.Tensor]]) -> Found | None:
+    """Return what comes with the value that explains the first wrong tensor; None if none does, or if several do.
+
+    In autocast, several values may explain it within the noise. The nearest one counts if the others are farther by more than chance.
+    """
+    own = case.own(case.first)
+    near = [
+        (float((own - value).norm()), found) for found, value in values if case.explains(case.first, value)
+    ]
+    near.sort(key=lambda pair: pair[0])
+    is_one = near and (len(near) == 1 or near[1][0] > evidence.NEARER * near[0][0])
+    return near[0][1] if is_one else None
 
 
 def _share_left(own: torch.Tensor, value: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:

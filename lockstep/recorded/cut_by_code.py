@@ -80,6 +80,9 @@ class CutByCode(Recording):
         stored, dim, start, length = self._slices[rank, step, key]
         return self._stored(rank, step, stored).narrow(dim, start, length)
 
+    def _content(self, rank: int, step: int, key: str) -> str | None:
+        return None if (rank, step, key) in self._slices else super()._content(rank, step, key)
+
     def _cuts(self, whole: Recording) -> dict[int, dict[str, Cut]]:
         """Return how each rank's parameters are cut, by rank and name. Runs end where those of other ranks begin or end.
 

@@ -13,7 +13,7 @@ from lockstep.recorder.complex_numbers import as_real
 # square root of 3
 FACTORS = (-7046029254386353131, -4942790177534073029)
 # How many bytes are hashed at once, or elements, each of which takes some 16 bytes of memory meanwhile
-AT_ONCE = 1 << 24
+AT_ONCE = 1 << 21
 
 
 def hashes(samples: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,11 +69,18 @@ def hashes_of_slices(tensor: torch.Tensor, dim: int) -> list[int]:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return the hash of a tensor's bytes."""
+    """Return the hash of a tensor's bytes. Words are mixed before they are added up, so that no two bits of them cancel."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     end = flat.numel() // 8 * 8  # of the last whole word of 8 bytes
     words = flat[:end].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:end].clone().view(torch.int64)
-    odd = _odd_numbers(AT_ONCE // 8, flat.device)
-    sums = [(chunk * odd[: chunk.numel()]).sum() for chunk in words.split(AT_ONCE // 8)]
-    sums.append((flat[end:].long() * odd[:8][: flat.numel() - end]).sum())
-    return int((torch.stack(sums) * odd[: len(sums)]).sum())
+    sums = [_mixed_sum(chunk) for chunk in words.split(AT_ONCE // 8)]
+    sums.append(_mixed_sum(flat[end:].long()))
+    return int(functools.reduce(lambda total, part: _mixed_sum(torch.stack([total, part])), sums))
+
+
+def _mixed_sum(words: torch.Tensor) -> torch.Tensor:
+    """Return the sum of 64-bit words, each mixed and times a number of its place."""
+    mixed = words * FACTORS[0]
+    mixed = (mixed ^ (mixed >> 29)) * FACTORS[1]
+    mixed ^= mixed >> 32
+    return (mixed * _odd_numbers(AT_ONCE // 8, words.device)[: len(words)]).sum()

@@ -209,7 +209,7 @@ class StepRecord(Strict):
     places: dict[Name, Placed]
     # Of large tensors that this rank wrote: the content (lockstep/recorder/contents.py)
     written: dict[Name, Name]
-    # Of those that it left out, since it or another rank had written the content
+    # Of those that it left out, since it has written the content already, or another rank does
     elsewhere: dict[Name, Name]
     changed: list[Name]  # weights and state that are not what the step before ended with
 

@@ -247,7 +247,7 @@ class Recorder(Updates):
         """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and the others."""
         for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
             shutil.rmtree(earlier, ignore_errors=True)
-            forget(earlier.parent, earlier.name)
+            forget(earlier.parent)
         recorders = {stage.number: self}
         for number in stage.of_rank.keys() - {stage.number}:
             module = stage.of_rank[number]

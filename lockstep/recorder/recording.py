@@ -230,7 +230,7 @@ class Recording:
         if content is not None:
             if content not in self._writers:
                 raise UserError(
-                    f"{self._path(rank, step)}: {printable(key)} is not here, and no other rank has written it, as of another run; {REMEDY}"
+                    f"{self._path(rank, step)}: {printable(key)} is not here, and no other rank has written it; {REMEDY}"
                 )
             rank, step, key = self._writers[content]
         try:
@@ -239,6 +239,10 @@ class Recording:
             raise UserError(
                 f"{self._path(rank, step)}: {printable(key)}: {first_line(error)}; {REMEDY}"
             ) from error
+
+    def _content(self, rank: int, step: int, key: str) -> str | None:
+        """Return the content of a block that a rank has of a tensor; None if that is not known, as of a small one."""
+        return self.steps[step - 1][rank].contents.get(key)
 
     def part(self, rank: int, step: int, name: str) -> torch.Tensor | None:
         """Return the first block that a rank has of a tensor; None if it has none."""
@@ -420,7 +424,7 @@ class Recording:
                 key = tuple(place.start), tuple(place.shape)
                 if key in replicas and request in self._odd_ranks and not mean:
                     continue
-                content = record.contents.get(f"{name}#{number}")
+                content = self._content(rank, step, f"{name}#{number}")
                 if content and content == contents.get(key) and not mean:
                     continue
                 block = self._tensor(rank, step, f"{name}#{number}")

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import os
+import random
 import shutil
 import weakref
 from collections.abc import Callable
@@ -96,8 +97,10 @@ class StepRecorder:
         self.beside: list[Any] = []
         # Modules that return what a hook made of their output
         self.hooked: set[str] = set()
-        # Contents that this rank or another has written
+        # Contents that this rank or another writes
         self.contents: set[str] = set()
+        # Contents of the large weights that the step before ended with, by key
+        self.last_contents: dict[str, str] = {}
         # Hashes of what the step before ended with
         self.last_digests: dict[str, int] = {}
         # The optimizer whose step runs, and how deep that step is nested in itself
@@ -218,7 +221,7 @@ class StepRecorder:
 
     def _begin(self) -> None:
         """Begin a step."""
-        self.kept = StepTensors(self.plain_shards, self.last_digests)
+        self.kept = StepTensors(self.plain_shards, self.last_digests, self.last_contents)
         # A dict for each micro batch: the fields of lockstep/recorder/recorded_step.py's MicroBatch
         self.micro: list[dict[str, Any]] = []
         # What the model was called with, by id. It is not kept alive, as a graph may hang on it.
@@ -251,27 +254,33 @@ class StepRecorder:
         self.arrived_since = True
 
     def _contents(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the contents of the step's large tensors, by key: (those that this rank must write, those that are written already)."""
+        """Return the contents of the step's large tensors, by key: (those that this rank writes, those that it leaves out)."""
         written, elsewhere = dict[str, str](), dict[str, str]()
         large = [key for key, tensor in self.kept.tensors.items() if tensor.nbytes >= AT_LEAST]
-        # Ranks that hold the same begin at other places, so that each writes a part of it.
-        begin = self.ranks["rank"] * len(large) // self.ranks["world_size"]
-        for key in [*large[begin:], *large[:begin]]:
+        # Ranks that hold the same go through it in other orders, so that each writes a part of it.
+        random.Random(self.rank).shuffle(large)
+        for key in large:
             content = content_of(self.kept.tensors[key])
-            is_new = content not in self.contents and claim(self.folder, self._rank_folder.name, content)
+            is_new = content not in self.contents and (self._is_alone or claim(self.folder, content))
             self.contents.add(content)
             (written if is_new else elsewhere)[key] = content
-        return written, elsewhere
+        return written, elsewhere | self.kept.elsewhere
 
     def _remove_earlier(self) -> None:
         """Remove what an earlier run has recorded of this rank."""
         shutil.rmtree(self._rank_folder, ignore_errors=True)
-        forget(self.folder, self._rank_folder.name)
+        forget(self.folder)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this process knows no other ranks. There may be some whose script has made no process group."""
+        return self.ranks.get("world_size", 1) == 1
 
     def _leave(self) -> None:
         """Say to the other ranks that this one has written all its steps."""
-        ranks = self.ranks.get("world_size", 1) * len(self.of_rank) // self.ranks.get("stages", 1)
-        leave(self.folder, self._rank_folder.name, ranks)
+        if not self._is_alone:
+            ranks = self.ranks["world_size"] * len(self.of_rank) // self.ranks["stages"]
+            leave(self.folder, self.rank, ranks)
 
     def _write(self) -> None:
         """Write the files of the step, and begin the next one."""
@@ -332,6 +341,11 @@ class StepRecorder:
         self.step += 1
         self.skipped = self.overflowed = 0
         self.last_digests = self.kept.digests
+        self.last_contents = {
+            key.replace("updated/", "weight/", 1): content
+            for key, content in (written | elsewhere).items()
+            if key.startswith("updated/")
+        }
         self._begin()
         if self.step > self.steps:
             self._leave()

@@ -4,6 +4,7 @@ It is also kept which tensors have changed since the step before.
 """
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,18 @@ from lockstep.recorder.plain_shards import PlainShards
 
 
 class StepTensors:
-    """What a rank keeps of one step. `before` are the hashes of the tensors that the step before ended with."""
+    """What a rank keeps of one step.
 
-    def __init__(self, plain_shards: PlainShards, before: dict[str, int]):
-        self.plain_shards, self.before = plain_shards, before
+    `before` are the hashes of the tensors that the step before ended with, `contents` the contents of its large weights, by key.
+    """
+
+    def __init__(self, plain_shards: PlainShards, before: dict[str, int], contents: dict[str, str]):
+        self.plain_shards, self.before, self.contents = plain_shards, before, contents
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, int] = {}  # hashes of what the step ends with
         self.begun: dict[str, int] = {}  # hashes of the state that the optimizer begins with
+        self.elsewhere: dict[str, str] = {}  # contents of weights that are written already, by key
         self.changed: list[str] = []  # weights and state that are not what it ended with
 
     def keep(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
@@ -34,10 +39,12 @@ class StepTensors:
         copy = copied(tensor)
         self.tensors[name] = self.tensors[name] + copy if added and name in self.tensors else copy
 
-    def keep_shard(self, name: str, tensor: torch.Tensor, *, added: bool = False) -> None:
+    def keep_shard(
+        self, name: str, tensor: torch.Tensor, *, added: bool = False, known: Mapping[str, str] = {}
+    ) -> None:
         """Keep this rank's blocks of a tensor, and where they lie in the whole.
 
-        `added`: add them to what was kept before. Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
+        `added`: add them to what was kept before. `known` has the contents of blocks that are written already, by key. Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
         """
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -49,7 +56,11 @@ class StepTensors:
         pair = [2] if tensor.is_complex() else []
         places = []
         for number, (start, block) in enumerate(parts):
-            self.keep(f"{name}#{number}", as_real(block), added=added)
+            key = f"{name}#{number}"
+            if key in known:
+                self.elsewhere[key] = known[key]
+            else:
+                self.keep(key, as_real(block), added=added)
             places.append({"start": [*start, *[0] * len(pair)], "shape": [*block.shape, *pair]})
         self.places[name] = {"full": [*full, *pair], "blocks": places}
 
@@ -61,9 +72,9 @@ class StepTensors:
 
     def keep_weight(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a parameter from before the step."""
-        tensor = quantized.values(tensor)
-        self.keep_shard(f"weight/{name}", tensor)
-        self._note_change(f"weight/{name}", digest_of(tensor))
+        tensor, key = quantized.values(tensor), f"weight/{name}"
+        is_known = key in self.before and self._is_as_before(key, digest_of(tensor))
+        self.keep_shard(key, tensor, known=self.contents if is_known else {})
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a parameter from after the update."""
@@ -78,7 +89,7 @@ class StepTensors:
         """
         self.keep_shard(name, tensor)
         self.begun[name] = digest_of(tensor)
-        self._note_change(name, self.begun[name])
+        self._is_as_before(name, self.begun[name])
 
     def keep_updated_state(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a hash of the same tensor from after the update.
@@ -89,10 +100,12 @@ class StepTensors:
         if name.startswith("state/") or hashed != self.begun.get(name):
             self.digests[name] = hashed
 
-    def _note_change(self, name: str, hashed: int) -> None:
-        """Note in `changed` that a tensor, whose hash is given, is not what the step before ended with."""
-        if self.before.pop(name, hashed) != hashed:
+    def _is_as_before(self, name: str, hashed: int) -> bool:
+        """Whether a tensor, whose hash is given, is what the step before ended with, if that is known. If not, it is noted in `changed`."""
+        is_same = self.before.pop(name, hashed) == hashed
+        if not is_same:
             self.changed.append(name)
+        return is_same
 
 
 def digest_of(tensor: torch.Tensor) -> int:
