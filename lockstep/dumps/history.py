@@ -1,6 +1,6 @@
 """The loss history: one JSON file per run, rewritten whole as the run goes on and read strictly.
 
-    {"format": 4, "run": {...}, "contract": {...} | null, "weights": {...} | null,
+    {"format": N, "run": {...}, "contract": {...} | null, "weights": {...} | null,
      "ended": null | "finished" | "why it stopped", "steps": [{"step": 1, "loss": ..., ...}, ...], "sha256": "..."}
 
 The file is first written after the first step. Until then an older one stays. `ended` is null while the run goes on, and stays null if

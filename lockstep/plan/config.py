@@ -278,7 +278,7 @@ class Config:
         "and gradients reduced in fp32; bf16: everything in bf16 (default: fp32)",
         same="losses",
     )
-    # Flags that only this strategy has, by name: those of its Options (lockstep/plan/strategies.py).
+    # Flags that only this strategy has, by name: those of its Options, such as lockstep/plan/ddp.py's.
     own: dict[str, Any] = field(default_factory=dict)
     attn_impl: Literal["eager", "sdpa"] = flag(
         "sdpa", "attention implementation of transformers", same="tensors"
