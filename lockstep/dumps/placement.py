@@ -30,7 +30,13 @@ class Placement:
         """
         sizes = {BATCH: self.rows, SEQUENCE: self.seq_length}
         full = tuple(sizes.get(symbol, symbol) for symbol in symbols)
-        cut = {Cuts.SAMPLES: symbols[0] == BATCH, Cuts.POSITIONS: SEQUENCE in symbols, Cuts.WEIGHTS: False}
+        cut = {
+            # Stages of a pipeline have files of their own.
+            Cuts.LAYERS: True,
+            Cuts.SAMPLES: symbols[0] == BATCH,
+            Cuts.POSITIONS: SEQUENCE in symbols,
+            Cuts.WEIGHTS: False,
+        }
         runs = [
             self.positions if symbol == SEQUENCE else [(0, size)]
             for symbol, size in zip(symbols, full, strict=True)
@@ -47,8 +53,7 @@ class Placement:
             raise ValueError(
                 f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}: call each module with all positions, or not at all"
             )
-        # Stages of a pipeline have files of their own.
-        return full, runs, all(cut.get(AXES[axis], True) or not self.here.along(axis) for axis in AXES)
+        return full, runs, all(cut[AXES[axis]] or not self.here.along(axis) for axis in AXES)
 
 
 def _length(runs: Runs) -> int:
