@@ -1,6 +1,7 @@
 """What several ranks hold alike is written once, and read for each of them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep import judge
+from lockstep.recorded.cut_by_code import CutByCode
 from lockstep.recorder.contents import AT_LEAST, CLAIMS, claim, content_of, forget, leave
 from lockstep.recorder.hashes import digest
 from lockstep.recorder.recording import Recording
@@ -171,3 +173,13 @@ def test_a_process_without_others_claims_nothing(tmp_path):
     launched(tmp_path)
     assert not (tmp_path / "run" / CLAIMS).exists()
     assert Recording(tmp_path / "run").part(0, 1, "weight/weight").shape == (SIDE, SIDE)
+
+
+def test_a_block_that_the_models_code_cuts_further_has_no_content():
+    """Its number among the pieces is not its number among what was written. Control: a block that lies in the whole as it is."""
+    cut = object.__new__(CutByCode)
+    cut.steps = [
+        {0: SimpleNamespace(contents={"gradient/a#1": "of a whole block", "gradient/b#0": "of another"})}
+    ]
+    cut._slices = {(0, 1, "gradient/a#1"): ("gradient/a#0", 0, 4, 4)}
+    assert cut._content(0, 1, "gradient/a#1") is None and cut._content(0, 1, "gradient/b#0") == "of another"
