@@ -88,7 +88,7 @@ class Run(Strict):
     tokenizer: Name
     num_steps: Count
     versions: dict[Name, Name]
-    threads: Threads  # of each rank, in torch's kernels on a CPU
+    threads: Annotated[Threads, Field(ge=1)]  # of each rank, in torch's kernels on a CPU
     origin: Origin
     told_sha256: Sha256 | None = None  # of what the strategy's library was told
 

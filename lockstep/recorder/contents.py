@@ -10,7 +10,9 @@ has written its steps. A rank that finds no file of another one writes the conte
 
 import contextlib
 import hashlib
+import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -27,6 +29,26 @@ def content_of(tensor: torch.Tensor) -> str:
     return "-".join([name, str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
 
 
+def divide(
+    tensors: Mapping[str, torch.Tensor], known: set[str], run: Path | None, rank: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the contents of a rank's large tensors, by key: (those that it writes, those that it leaves out).
+
+    `known` are the contents that are written already; those of these tensors are added. `run` is the folder of all ranks; None if this
+    rank knows no others.
+    """
+    written, elsewhere = dict[str, str](), dict[str, str]()
+    large = [key for key, tensor in tensors.items() if tensor.nbytes >= AT_LEAST]
+    # Ranks that hold the same go through it in other orders, so that each writes a part of it.
+    random.Random(rank).shuffle(large)
+    for key in large:
+        content = content_of(tensors[key])
+        is_new = content not in known and (run is None or claim(run, content))
+        known.add(content)
+        (written if is_new else elsewhere)[key] = content
+    return written, elsewhere
+
+
 def claim(run: Path, content: str) -> bool:
     """Whether a rank must write a content, since no other rank does. `run` is the folder of all ranks."""
     try:
@@ -41,8 +63,14 @@ def claim(run: Path, content: str) -> bool:
 
 
 def forget(run: Path) -> None:
-    """Remove what ranks have claimed, as in an earlier run that was killed."""
+    """Remove what ranks have claimed."""
     shutil.rmtree(run / CLAIMS, ignore_errors=True)
+
+
+def remove_earlier(rank_folder: Path) -> None:
+    """Remove what an earlier run has recorded of a rank, and what its ranks have claimed, as it may have been killed."""
+    shutil.rmtree(rank_folder, ignore_errors=True)
+    forget(rank_folder.parent)
 
 
 def leave(run: Path, rank: int, ranks: int) -> None:

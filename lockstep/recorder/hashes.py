@@ -75,7 +75,7 @@ def digest(tensor: torch.Tensor) -> int:
     words = flat[:end].view(torch.int64) if flat.data_ptr() % 8 == 0 else flat[:end].clone().view(torch.int64)
     sums = [_mixed_sum(chunk) for chunk in words.split(AT_ONCE // 8)]
     sums.append(_mixed_sum(flat[end:].long()))
-    return int(functools.reduce(lambda total, part: _mixed_sum(torch.stack([total, part])), sums))
+    return int(_mixed_sum(torch.stack(sums)))
 
 
 def _mixed_sum(words: torch.Tensor) -> torch.Tensor:

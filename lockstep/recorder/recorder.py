@@ -36,7 +36,6 @@ A step ends with the optimizer's step. Each rank writes for itself: nothing is g
 import contextlib
 import functools
 import inspect
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -60,7 +59,7 @@ from lockstep.recorder import (
     wrapped,
 )
 from lockstep.recorder.callers import callers
-from lockstep.recorder.contents import forget
+from lockstep.recorder.contents import remove_earlier
 from lockstep.recorder.copies import copy_of, reached_beside
 from lockstep.recorder.model_outputs import map_left, mapped, outputs_of
 from lockstep.recorder.module_hooks import OUTPUT, Hook, ModuleHooks, after_other_hooks, matches
@@ -124,7 +123,7 @@ class Recorder(Updates):
         self.root: float | None = None
         # The loop's losses that it has gone through so far, with their target classes
         self.arriving: list[tuple[dict[str, Any], torch.Tensor | None]] = []
-        self._remove_earlier()
+        remove_earlier(self._rank_folder)
 
     def see_missed_step(self, arguments: tuple, options: dict[str, Any]) -> None:
         """Count the samples of a step that was over when the recording began.
@@ -246,8 +245,7 @@ class Recorder(Updates):
     def _record_stages(self, stage: parallelism.Stage) -> None:
         """Record the stages of a pipeline that this rank has, each into a folder of its own: the model, and the others."""
         for earlier in self.folder.glob(f"stage_*/rank_{self.rank}"):
-            shutil.rmtree(earlier, ignore_errors=True)
-            forget(earlier.parent)
+            remove_earlier(earlier)
         recorders = {stage.number: self}
         for number in stage.of_rank.keys() - {stage.number}:
             module = stage.of_rank[number]

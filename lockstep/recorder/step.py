@@ -5,8 +5,6 @@ import functools
 import inspect
 import json
 import os
-import random
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from lockstep.ground import origin
 from lockstep.ground.errors import UserError, first_line, say, show_exception
 from lockstep.ground.files import write_text
 from lockstep.recorder import own_hooks, parallelism, patches, tree, wrapped
-from lockstep.recorder.contents import AT_LEAST, claim, content_of, forget, leave
+from lockstep.recorder.contents import divide, leave
 from lockstep.recorder.module_hooks import ModuleHooks, matches
 from lockstep.recorder.module_state import state_of
 from lockstep.recorder.plain_shards import PlainShards
@@ -98,7 +96,7 @@ class StepRecorder:
         # Modules that return what a hook made of their output
         self.hooked: set[str] = set()
         # Contents that this rank or another writes
-        self.contents: set[str] = set()
+        self.known_contents: set[str] = set()
         # Contents of the large weights that the step before ended with, by key
         self.last_contents: dict[str, str] = {}
         # Hashes of what the step before ended with
@@ -253,24 +251,6 @@ class StepRecorder:
         # Whether a gradient arrived after the last step of another model's optimizer
         self.arrived_since = True
 
-    def _contents(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the contents of the step's large tensors, by key: (those that this rank writes, those that it leaves out)."""
-        written, elsewhere = dict[str, str](), dict[str, str]()
-        large = [key for key, tensor in self.kept.tensors.items() if tensor.nbytes >= AT_LEAST]
-        # Ranks that hold the same go through it in other orders, so that each writes a part of it.
-        random.Random(self.rank).shuffle(large)
-        for key in large:
-            content = content_of(self.kept.tensors[key])
-            is_new = content not in self.contents and (self._is_alone or claim(self.folder, content))
-            self.contents.add(content)
-            (written if is_new else elsewhere)[key] = content
-        return written, elsewhere | self.kept.elsewhere
-
-    def _remove_earlier(self) -> None:
-        """Remove what an earlier run has recorded of this rank."""
-        shutil.rmtree(self._rank_folder, ignore_errors=True)
-        forget(self.folder)
-
     @property
     def _is_alone(self) -> bool:
         """Whether this process knows no other ranks. There may be some whose script has made no process group."""
@@ -307,7 +287,9 @@ class StepRecorder:
             write_model(self.folder, self.tree | extra, self.tensors, made)
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         path = self._rank_folder / f"step_{self.step}.safetensors"
-        written, elsewhere = self._contents()
+        run = None if self._is_alone else self.folder
+        written, elsewhere = divide(self.kept.tensors, self.known_contents, run, self.rank)
+        elsewhere |= self.kept.elsewhere
         tensors = {key: tensor for key, tensor in self.kept.tensors.items() if key not in elsewhere}
         save_file(tensors, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)

@@ -22,11 +22,11 @@ from lockstep.recorder.plain_shards import PlainShards
 class StepTensors:
     """What a rank keeps of one step.
 
-    `before` are the hashes of the tensors that the step before ended with, `contents` the contents of its large weights, by key.
+    `before` are the hashes of the tensors that the step before ended with, `last_contents` the contents of its large weights, by key.
     """
 
-    def __init__(self, plain_shards: PlainShards, before: dict[str, int], contents: dict[str, str]):
-        self.plain_shards, self.before, self.contents = plain_shards, before, contents
+    def __init__(self, plain_shards: PlainShards, before: dict[str, int], last_contents: dict[str, str]):
+        self.plain_shards, self.before, self.last_contents = plain_shards, before, last_contents
         self.tensors: dict[str, torch.Tensor] = {}
         self.places: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, int] = {}  # hashes of what the step ends with
@@ -44,7 +44,8 @@ class StepTensors:
     ) -> None:
         """Keep this rank's blocks of a tensor, and where they lie in the whole.
 
-        `added`: add them to what was kept before. `known` has the contents of blocks that are written already, by key. Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
+        `added`: add them to what was kept before. `known` has the contents of blocks that are written already, by key.
+        Complex numbers are kept as pairs (lockstep/recorder/complex_numbers.py).
         """
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             summed = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -74,7 +75,7 @@ class StepTensors:
         """Keep a parameter from before the step."""
         tensor, key = quantized.values(tensor), f"weight/{name}"
         is_known = key in self.before and self._is_as_before(key, digest_of(tensor))
-        self.keep_shard(key, tensor, known=self.contents if is_known else {})
+        self.keep_shard(key, tensor, known=self.last_contents if is_known else {})
 
     def keep_updated(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a parameter from after the update."""
