@@ -1,11 +1,12 @@
 """Correct runs of many configurations: does any raise an alarm, and how near do they come?
 
-    python benchmarks/clean_sweep.py --output results/clean_sweep.json          360 configurations, less than an hour
+    python benchmarks/clean_sweep.py --output runs/clean_sweep.json             540 configurations, an hour and a half
     python benchmarks/clean_sweep.py --precision fp32 --strategies examples/transformers_tp.py:TransformersTP
 
-Every built-in tiny model on three meshes of up to four ranks (with 4 KV heads also tp 4 and dp 4), in fp32 and autocast, with AdamW
-and SGD, one and two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own; in turn with
-labels for all tokens or for completions, samples padded left or right, documents joined or apart: two captured steps of every strategy, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
+Every built-in tiny model on three meshes of up to four ranks (with 4 KV heads also tp 4 and dp 4), in fp32, autocast and bf16, with
+AdamW and SGD, one and two micro batches, clipped and not, and with three micro batches clipped hard, each with a seed of its own; in turn
+with labels for all tokens or for completions, samples padded left or right, documents joined or apart. Two captured steps of every
+strategy, judged tensor by tensor and by their losses. Exit status 1 if there is an alarm.
 """
 
 import argparse
