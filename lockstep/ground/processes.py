@@ -49,6 +49,17 @@ def keep_memory() -> None:
     _libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
+def own_memory() -> int:
+    """Return the bytes of memory that are this process's alone, without files that it has mapped."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
+
+
+def give_back_memory() -> None:
+    """Give the memory that this process has freed and kept back to the system. glibc only."""
+    _libc.malloc_trim(0)
+
+
 def end_with_script() -> None:
     """End with run_verification_main.sh, if it started this process, even if it is killed."""
     if os.environ.get("LOCKSTEP_PARENT") == str(os.getppid()):

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.ground import processes
 from lockstep.ground.errors import UserError
 from lockstep.inputs.shapes import parameter_shapes
 from lockstep.plan.config import Config, Spec
@@ -199,6 +200,12 @@ def free_bytes() -> int:
         available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free += [int(available[1]) * 1024] if available else []
     return min(free)
+
+
+def share_memory() -> None:
+    """Give back the memory that this process has freed and kept, if it has more than the machine has left."""
+    if processes.own_memory() > free_bytes():
+        processes.give_back_memory()
 
 
 def training_device(config: Config) -> "torch.device":

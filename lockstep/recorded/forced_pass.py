@@ -10,6 +10,7 @@ from collections.abc import Collection
 import torch
 
 from lockstep.ground.words import and_more
+from lockstep.plan import resources
 from lockstep.recorded.loss_weights import SCALARS
 from lockstep.recorded.model import dtype_of
 from lockstep.recorded.model_pass import ModelPass
@@ -52,6 +53,7 @@ class ForcedPass:
         `own` are the recorded tensors of modules, `told` the choices among them. `free_reference` and `free_yardstick` are the
         results of free passes.
         """
+        resources.share_memory()
         rank, dtype = micro_batch.ranks[0], micro_batch.record.loss_dtype
         self.of_loss = max(self.of_loss, eps_of(dtype_of(dtype)) if dtype else 0.0)
         of_rank = {

@@ -7,6 +7,7 @@ import torch
 
 from lockstep.ground.errors import UserError
 from lockstep.ground.words import and_more
+from lockstep.plan import resources
 from lockstep.recorded import redrawn, task
 from lockstep.recorded.forced_pass import ForcedPass
 from lockstep.recorded.model import dtype_of
@@ -131,6 +132,7 @@ class FreePass:
 
     def _judge_samples(self, pieces: list[JoinedMicroBatch]) -> None:
         """Compute and judge a micro batch, or all pieces of one."""
+        resources.share_memory()
         recorded = [self.recorded(called) for called in pieces]
         for called in pieces if self.reference.all_wide else ():
             if called.generator_state is not None:
@@ -168,7 +170,7 @@ class FreePass:
             self.loss_noise = max(self.loss_noise, _loss_noise(reference, yardstick))
             # These take the most memory.
             for result in (reference, yardstick):
-                result.modules, result.logits, result.at_logits = {}, None, None
+                result.modules, result.logits = {}, None
         if is_first:
             self._judge_linearity(pieces[0], recorded[0][1], arrived)
 
@@ -313,12 +315,7 @@ def _loss_noise(reference: Computed, yardstick: Computed) -> float:
     With the gradient g at the logits, the standard deviation of a sum of g_i times errors of one size is |g| times this size.
     """
     # `judge_losses` asks nothing of a loss of 0.
-    if (
-        not reference.loss
-        or reference.logits is None
-        or yardstick.logits is None
-        or reference.at_logits is None
-    ):
+    if not reference.loss or not reference.at_logits or reference.logits is None or yardstick.logits is None:
         return 0.0
-    errors = yardstick.logits.double() - reference.logits
-    return float(reference.at_logits.norm() * errors.norm()) / math.sqrt(errors.numel()) / abs(reference.loss)
+    errors = yardstick.logits - reference.logits
+    return reference.at_logits * float(errors.norm()) / math.sqrt(errors.numel()) / abs(reference.loss)

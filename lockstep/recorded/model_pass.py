@@ -80,7 +80,8 @@ class ModelPass(Model):
                 f"the recorded model cannot be called again with micro batch {micro_batch.number} ({type(error).__name__}: {first_line(error)}){why}"
             ) from error
         finally:
-            self.written = {}
+            # All that the pass holds, but for its result: the next one needs the memory.
+            self.written, self.modules, self.mode.entropies = {}, {}, None
 
     def _compute(
         self, micro_batch: JoinedMicroBatch, mode: Told, free: Computed | None, *, of_means: bool
@@ -137,7 +138,7 @@ class ModelPass(Model):
                     f"the model's loss has {next(iter(terms))}, of a piece of the samples alone, which no process has that computes the whole"
                 )
             self._keep_at_returned(micro_batch, dy, counts)
-            if logits is not None and logits.requires_grad:
+            if self.exact and free is None and logits is not None and logits.requires_grad:
                 logits.retain_grad()
             for name, term in terms.items():
                 term.beside = counts.get(name, 0.0)
@@ -153,16 +154,19 @@ class ModelPass(Model):
         computed = Computed(gradients, value, math.nan if is_unknown else arrived, terms, self.modules, told)
         if free is not None:
             return computed
-        if loss is not None and logits is not None and logits.grad is not None:
-            computed.logits, computed.at_logits = logits.detach(), logits.grad / arrived
+        if loss is not None and logits is not None:
+            computed.logits = logits.detach()
         if self.exact:
             if value is not None:
                 value -= sum(term.coefficient * term.value for term in terms.values())
             computed.mean = mean_of(micro_batch, value, logits, number)
+            at_logits = None if loss is None or logits is None else logits.grad
+            if at_logits is not None:
+                computed.at_logits = float((at_logits.norm() / arrived).abs())
             needs_labels = computed.mean.targets is None and micro_batch.piece is None
-            if computed.at_logits is not None and computed.logits is not None and needs_labels:
+            if at_logits is not None and computed.logits is not None and needs_labels:
                 # Whatever the weights of its tokens
-                recognised = recognise(computed.logits, computed.at_logits)
+                recognised = recognise(computed.logits, at_logits / arrived)
                 computed.mean.targets = None if recognised is None else recognised.labels
             if logits is None and value is not None:
                 self._look_for_head(micro_batch, computed, value, number, calls)

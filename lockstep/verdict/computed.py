@@ -46,7 +46,7 @@ class Computed:
     # The shapes of `modules`, which take the most memory and are dropped
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     logits: torch.Tensor | None = None
-    at_logits: torch.Tensor | None = None  # the gradient of the loss there
+    at_logits: float = 0.0  # 2-norm of the gradient of the loss there, in float64
 
 
 class Passes:
