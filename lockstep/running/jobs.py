@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -176,6 +177,18 @@ def preload_strategy(spec: Spec) -> None:
             importlib.import_module(name)
 
 
+@contextlib.contextmanager
+def _functions_restored() -> Iterator[None]:
+    """Afterwards, torch.nn.functional has its functions again: a library leaves another `linear` there, which rounds otherwise."""
+    import torch
+
+    functions = dict(vars(torch.nn.functional))
+    try:
+        yield
+    finally:
+        vars(torch.nn.functional).update(functions)
+
+
 def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> int:
     """Run the jobs of a group as one of its ranks. `listener` is None outside any launcher."""
     import torch.distributed as dist
@@ -190,7 +203,8 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
     for job in jobs:
         begin = time.perf_counter()
         try:
-            line = run(job)
+            with _functions_restored():
+                line = run(job)
         except (UserError, TrainingFailure):
             raise
         except (Exception, SystemExit) as error:

@@ -90,7 +90,7 @@ class Projections:
     errors: np.ndarray  # standard errors
     freedom: np.ndarray  # their degrees of freedom
     rank: int | None = None
-    # The same of the difference from the reference, where the difference from the yardstick is large
+    # The same of the difference from the reference, where the difference from the yardstick is large, and may be the yardstick's error
     from_reference: "Projections | None" = None
 
 
@@ -123,8 +123,10 @@ class Factors:
         """
         if reference.numel() >= LEAST and bool(reference.any()):
             projections = project(name, own, yardstick, reference, is_weight)
-            # A yardstick of another kind of processor has rounding errors that the run does not have
-            if self.nothing > NOTHING and farthest(projections, 1, self.nothing).multiple > 1:
+            # A yardstick of another kind of processor has rounding errors that the run does not have. So has any, of a run that rounds less.
+            if farthest(projections, 1, self.nothing).multiple > 1 and (
+                self.nothing > NOTHING or _is_nearer(own, reference, yardstick)
+            ):
                 projections.from_reference = project(name, own, reference, reference, is_weight)
             projections.rank = rank
             self.found.append(projections)
@@ -139,6 +141,12 @@ class Factors:
         number = self.number
         factors = (farthest(projections, number, self.nothing) for projections in self.found)
         return [factor for factor in factors if factor.multiple > 1]
+
+
+def _is_nearer(own: torch.Tensor, reference: torch.Tensor, yardstick: torch.Tensor) -> bool:
+    """Whether a tensor is nearer to the reference than to the yardstick."""
+    of_reference, of_yardstick = (float((own.double() - other).norm()) for other in (reference, yardstick))
+    return of_reference < of_yardstick
 
 
 def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:

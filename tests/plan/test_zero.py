@@ -5,6 +5,7 @@ import json
 import shlex
 
 import pytest
+import torch
 from compared import compared
 from ranks import ROOT
 
@@ -230,3 +231,27 @@ def test_zero_infinity_on_a_disk(tmp_path, request):
     assert (sharding["offload_optimizer"], sharding["offload_param"]) == ("nvme", "nvme")
     written = {path.name for path in (tmp_path / "disk").rglob("*.swp") if path.stat().st_size > 2**20}
     assert "0_param.tensor.swp" in written and any(name.startswith("exp_avg_sq") for name in written), written
+
+
+def test_zero_3_changes_no_later_run_in_its_process(tmp_path):
+    """It adds biases in float32 under autocast, and leaves this `linear` in torch (findings/deepspeed_zero3_linear.py). So its own biases are
+    rounded less, which is right by the reference."""
+    common = shlex.split("--batch_size 2 --seq_length 32 --dp_size 2 --debug_steps 2 --capture_steps 2")
+    common += shlex.split("--precision autocast --learning_rate 1e-2")
+    common += ["--capture_dir", str(tmp_path), "--loss_output_dir", str(tmp_path / "losses")]
+    trained = [
+        {"strategy": "ddp", "arguments": common},
+        {"strategy": "deepspeed", "arguments": [*common, "--tp_size", "1", "--zero_stage", "3"]},
+        {"strategy": "ddp", "arguments": [*common, "--run_name", "later"]},
+    ]
+    jobs.start_all_groups(
+        [(2, trained), (None, [{"strategy": "reference", "arguments": common}])], tmp_path / "work"
+    )
+    result = compared(tmp_path, deepspeed=tmp_path / "deepspeed")
+    assert result.verdict("deepspeed") == "PASS", result.runs["deepspeed"].failures[:3]
+    first, later, zero_3 = (Dump(tmp_path / name) for name in ("ddp", "later", "deepspeed"))
+    biased = "forward/model.layers.0.self_attn.q_proj"
+    assert all(
+        torch.equal(first.tensor(2, name), later.tensor(2, name)) for name in first.steps[2]["tensors"]
+    )
+    assert not torch.equal(first.tensor(2, biased), zero_3.tensor(2, biased))
