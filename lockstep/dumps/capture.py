@@ -135,10 +135,15 @@ class Capture:
         self.fed = fed
         called = strategy.called()
         self.called_with = set[str]().union(*(places for _, places in called))
-        self.handles = [
-            module.register_forward_pre_hook(_untraced(self._see_batch, places), with_kwargs=True)
-            for module, places in called
-        ]
+        # Of each call of the model that has begun, whether it computes gradients. Nothing is written of one that does not.
+        self.calls: list[bool] = []
+        self.handles = []
+        for module, places in called:
+            self.handles += [
+                module.register_forward_pre_hook(_untraced(self._begin_call)),
+                module.register_forward_pre_hook(_untraced(self._see_batch, places), with_kwargs=True),
+                module.register_forward_hook(_untraced(self._end_call), always_call=True),
+            ]
         names = self.layout.names
         by_name = {
             name: module
@@ -262,6 +267,20 @@ class Capture:
                 self.no_room = error if isinstance(error, OSError) else None
             return None
 
+    def _begin_call(self, _module: torch.nn.Module, _arguments: tuple) -> None:
+        self.calls.append(torch.is_grad_enabled())
+
+    def _end_call(self, _module: torch.nn.Module, _arguments: tuple, _output: object) -> None:
+        self.calls.pop()
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether nothing is written of what is computed now.
+
+        Within a call that computes gradients, reentrant checkpointing computes layers without them.
+        """
+        return being_recomputed() or (bool(self.calls) and not self.calls[0])
+
     def _see_batch(
         self,
         places: dict[str, str | int],
@@ -270,6 +289,8 @@ class Capture:
         options: dict[str, Any],
     ) -> None:
         """Write the parts of the batch that a module is called with. A hook."""
+        if self._is_left_out:
+            return
         for name, place in places.items():
             if isinstance(place, int):
                 self._write_batch(name, arguments[place])
@@ -312,7 +333,7 @@ class Capture:
 
     def _see(self, name: str, tensor: torch.Tensor) -> None:
         """Write an output or input of a module now, and its gradient when it is computed."""
-        if being_recomputed():
+        if self._is_left_out:
             return
         if name not in self.layout.outputs:
             if self.layout.is_further(name) or name in self.layout.unknown:

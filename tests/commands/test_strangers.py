@@ -25,6 +25,8 @@ VARIANTS = [
     "LogitsSkippedAndScaled",
     "OwnedByTurns",
     "InHalves",
+    "LookedAtBefore",
+    "ValidatedInTheStep",
     "CompiledLayers",
     "FusedActivation",
 ]

@@ -143,6 +143,28 @@ class InHalves(Hooks):
         return torch.stack([super(InHalves, self).loss(*half) for half in halves]).mean()
 
 
+class LookedAtBefore(DDP):
+    """A pass without gradients over the same samples before each micro batch, as for old log-probabilities."""
+
+    def loss(self, input_ids, labels):
+        with torch.no_grad():
+            self.model(input_ids=input_ids, use_cache=False)
+        return super().loss(input_ids, labels)
+
+
+class ValidatedInTheStep(DDP):
+    """A pass without gradients over other samples after the backward passes. Checkpointing of layers is reentrant."""
+
+    def change(self, model):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+
+    def forward_backward(self, micro_batches):
+        loss = super().forward_backward(micro_batches)
+        with torch.no_grad(), self.config.autocast(self.device):
+            self.model(input_ids=micro_batches[0][0].flip(1), use_cache=False)
+        return loss
+
+
 class TokensCountedOverRanks(CountedCrossEntropy):
     """The sum over tokens, divided by their number on all ranks and multiplied by dp, because DDP averages."""
 
@@ -827,6 +849,8 @@ VARIANTS: dict[str, Variant] = {
     "LogitsSkippedAndScaled": V(),
     "OwnedByTurns": V(),
     "InHalves": V(),
+    "LookedAtBefore": V(),
+    "ValidatedInTheStep": V(),
     "DividedAfterSum": V(THREE),
     "LossScale": V(THREE),
     "SyncEveryMicroBatch": V(THREE),
