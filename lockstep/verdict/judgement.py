@@ -123,6 +123,8 @@ class Judgement:
         """Its factor in words, and whether that alone shows what is wrong; "" without one, or for a small part of another error."""
         if self.factor is None or self.factor.multiple < PART * self._of_distance:
             return ""
+        if self.is_far and self.factor.part is None and not self.times:
+            return ""  # a projection alone does not make it a multiple
         return self.factor.describe() + ("" if self.is_far else "; its distance is within what is tolerated")
 
     def describe(self) -> str:
@@ -337,13 +339,14 @@ def own_update_tolerance(
     It is compared with the same step in float64 from the run's own gradients and state. How its rounding errors grow is not known, so the
     yardstick is DDP, or `of_run`, the errors of the run's step once more in its dtype, if these are larger: an element whose gradient all
     but cancels against its weight decay may do so in this run alone. DDP's own error may be at most `limit` times the change, and `of_run`
-    may not raise the tolerance beyond that.
+    may not raise the tolerance beyond that. Of a single element, it may be as large as all of the tensor's may be, if `of_run` has it, too.
     """
     floor = distance.size.plus(distance.shown).times(UPDATE["exp_avg_sq"] * roundoff)
-    most = Size(limit.norm * distance.change, limit.largest * distance.largest_change)
+    most, of_run = limit.norm * distance.change, of_run.times(MULTIPLE)
+    of_element = max(limit.largest * distance.largest_change, min(of_run.largest, most))
     if distance is ddp:
-        return most.or_more(floor)
-    of_run = Size(*map(min, of_run.times(MULTIPLE), most))
+        return Size(most, of_element).or_more(floor)
+    of_run = Size(min(of_run.norm, most), min(of_run.largest, of_element))
     return ddp.errors.times(MULTIPLE).or_more(of_run).plus(floor)
 
 

@@ -418,6 +418,21 @@ def test_an_update_whose_rounding_errors_are_not_derived():
     assert not too_far(size(9e-5, 1.0), near, limit, broken) and too_far(size(2e-4, 1.0), near, limit, broken)
 
 
+@pytest.mark.parametrize("is_ddp", [True, False])
+def test_one_element_of_an_update_that_all_but_cancels(is_ddp):
+    """Its error may be as large as that of all of the tensor, if the run's step once more has it, and no larger."""
+    limit, near = Size(1e-4, 1e-2), size(1e-9, 100.0)
+    cancels = Distance(9e-3, 9e-3, 100.0, 0.1, 100.0, 100.0, 1e-3, 1.0)
+    for distance, once_more, is_right in (
+        (cancels, Size(9e-3, 9e-3), True),
+        (cancels, Size(1e-4, 1e-4), False),
+        (cancels, EXACT, False),
+        (dataclasses.replace(cancels, error=2e-2, largest_error=2e-2), Size(2e-2, 2e-2), False),
+    ):
+        tolerated = own_update_tolerance(distance, distance if is_ddp else near, limit, F32, once_more)
+        assert Judgement(1, "parameter/w", distance, *tolerated).too_far != is_right
+
+
 def test_a_moment_that_all_but_cancels_has_the_rounding_errors_of_its_terms():
     """AdamW of torch on single elements, whose second gradient nearly undoes the first moment."""
     generator = torch.Generator().manual_seed(0)
