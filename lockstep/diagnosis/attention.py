@@ -35,6 +35,7 @@ SCORES = 1 << 25  # elements of scores, at most, that are computed at once: 256 
 FURTHER = (1, 2, 4, 8)  # positions
 NEWTON_STEPS, STEP = 6, 1e-4  # the step is relative
 MASK, CONTEXT, EXCHANGED = "attention mask", "context parallelism", "pieces exchanged"
+KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm")
 Turn = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -138,19 +139,26 @@ def documents_together(case: Case) -> Cause | None:
 
     For models whose attention is not computed again here.
     """
+    layer, is_output, _ = case.path.partition(".o_proj.input")
     if not case.first.endswith(".input") or not case.has("batch/position_ids"):
         return None
+    if is_output and case.names.is_on_heads(case.first) and _of_wrong_samples(case, layer):
+        return None  # `another_way` has an answer
     own, right = case.own(case.first), case.reference(case.first)
     positions, is_wrong = case.own("batch/position_ids"), wrong_elements(case, own, right).any(-1)
     document = (positions == 0).cumsum(1)
     is_first_token = (positions == 0) & (document > 1)
-    num_hit = int((is_wrong & is_first_token).sum())
+    num_hit, is_later = int((is_wrong & is_first_token).sum()), (positions != 0) & (document > 1)
     if bool((is_wrong & (document == 1)).any()) or 2 * num_hit < int(is_first_token.sum()) or not num_hit:
         return None
+    if 2 * int((is_wrong & is_later).sum()) < int(is_later.sum()) or not bool(
+        own[is_wrong & is_first_token].any()
+    ):
+        return None  # later tokens of documents would see others, too, and first tokens would see something
     return Cause(
         MASK,
         f"attention is right in the first document of every sample, and wrong at {num_hit} of {int(is_first_token.sum())} first tokens of later "
-        "ones, which see themselves alone: documents see each other",
+        "ones, which see themselves alone: the mask of documents is another",
     )
 
 
@@ -179,7 +187,10 @@ def _nearest(case: Case, found: Attention, measured: Turn) -> Cause | None:
     groups.append((1, case.cp_rank_of(own.shape[1])))
     wrong = wrong_parts(wrong_elements(case, own, right), groups)
     ways = _ways(case, right_way, own, right, wrong, measured)
-    way = nearest(case, own, right, again, wrong, ((name, words, measured(it)) for name, words, it in ways))
+    values = [(name, words, measured(output)) for name, words, output in ways]
+    if case.pieces and case.path.endswith(KEYS_AND_VALUES):
+        values.append(_from_own_queries(case, right_way, measured))
+    way = nearest(case, own, right, again, wrong, values)
     if way is None:
         return None
     name, words = way
@@ -273,6 +284,8 @@ def _masks(case: Case, found: Attention, wrong: torch.Tensor) -> Iterator[Way]:
         yield MASK, words, (causal | ((before < 0) & (before >= -further))) & inside
     yield MASK, "no position sees itself", causal & (before != 0) & inside
     yield MASK, "documents see each other", causal & found.tokens
+    for words, moved in _moved_documents(case, found):
+        yield MASK, words, causal & moved & found.tokens
     yield MASK, "padding is seen", causal & found.documents
     yield MASK, "each position sees all later ones", (causal | (before < 0)) & inside
     for window in sorted(_windows(case, found, wrong)):
@@ -287,6 +300,19 @@ def _masks(case: Case, found: Attention, wrong: torch.Tensor) -> Iterator[Way]:
         words = "the mask counts the positions of each cp rank from 0"
         yield CONTEXT, words, (place <= place_in_rank[:, None]) & inside
         yield CONTEXT, "each cp rank sees its own positions alone", causal & are_one & inside
+
+
+def _moved_documents(case: Case, found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what queries see if each document begins at another place."""
+    if not case.has("batch/position_ids"):
+        return
+    is_first = found.positions == 0
+    for words, shift in (("late", 1), ("early", -1)):
+        document = is_first.roll(shift, 1).cumsum(1)
+        yield (
+            f"each document begins one position too {words}",
+            (document[:, :, None] == document[:, None, :])[:, None],
+        )
 
 
 def _windows(case: Case, found: Attention, wrong: torch.Tensor) -> set[int]:
@@ -346,6 +372,15 @@ def _keys(case: Case, found: Attention) -> Iterator[Way]:
     by_rank = torch.stack([found.output(found.seen & (owner == rank)) for rank in owner.unique()])
     words = "the outputs from the keys of each cp rank are averaged, without the weights of their softmaxes"
     yield CONTEXT, words, by_rank.nanmean(0)
+
+
+def _from_own_queries(case: Case, found: Attention, measured: Turn) -> Way:
+    """Return the gradient of keys or values without what comes back from the queries of other cp ranks."""
+    owner, value = case.cp_rank_of(found.q.shape[2]), torch.zeros(())
+    for rank in owner.unique():
+        is_own = (owner == rank)[:, None, None]
+        value = value + measured(found.output() * is_own) * is_own
+    return "cp reduction missing", "what queries of other cp ranks send back is lost", value
 
 
 def _angles(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
@@ -413,6 +448,11 @@ def _in_low_precision(found: Attention) -> Iterator[tuple[str, torch.Tensor]]:
 
         low_values = found.but(v=low(found.v))
         yield f"queries, keys and values are rounded to {name}", low_values.output(turn=turned)
+        yield f"queries and keys are rounded to {name}", found.output(turn=turned)
+        yield f"keys and values are rounded to {name}", low_values.output(turn_keys=turned)
+        yield f"queries are rounded to {name}", found.output(turn=turned, turn_keys=found.turned)
+        yield f"keys are rounded to {name}", found.output(turn_keys=turned)
+        yield f"values are rounded to {name}", low_values.output()
         yield f"both products are computed in {name}", low_values.output(turn=turned, weights_in=low)
         if name == "TF32":
             continue  # only products are computed in it

@@ -1,40 +1,11 @@
-"""Rules of context parallelism: what shows that each rank along cp computed with its own positions alone."""
+"""A rule of context parallelism: what shows that each rank along cp computed with its own positions alone."""
 
 import torch
 
 from lockstep.diagnosis import recompute
-from lockstep.diagnosis.case import Case, describe
+from lockstep.diagnosis.case import Case
 from lockstep.diagnosis.gradients import some_known
-from lockstep.diagnosis.odd import numbered, places_of, samples_and_positions, wrong_elements
 from lockstep.verdict.result import Cause
-
-
-def own_queries_only(case: Case) -> Cause | None:
-    """With context parallelism, the gradient is wrong at the positions that queries of other ranks see, and at no others."""
-    dims = [dim for word, dim in samples_and_positions(case) if word == "position"]
-    attention, _, projection = case.path.rpartition(".")
-    if not case.pieces or not dims or projection not in ("k_proj", "v_proj"):
-        return None
-    if not case.has(f"backward/{attention}.q_proj") or case.is_wrong(f"backward/{attention}.q_proj"):
-        return None  # what queries of another rank send back is wrong, not lost
-    own, right = case.own(case.first), case.right(case.first)
-    wrong = set(places_of(wrong_elements(case, own, right), dims[0]))
-    owner = case.cp_rank_of(own.shape[dims[0]]).tolist()
-    # By rank, the last position of any other rank
-    last = {
-        rank: max((place for place, other in enumerate(owner) if other != rank), default=-1)
-        for rank in set(owner)
-    }
-    seen = {place for place, rank in enumerate(owner) if place < last[rank]}
-    # Positions of whole ranks would say less: any error of these ranks alone is at these positions.
-    of_ranks = {owner[place] for place in wrong}
-    if wrong != seen or wrong == {place for place, rank in enumerate(owner) if rank in of_ranks}:
-        return None
-    return Cause(
-        "cp reduction missing",
-        f"the gradient of {describe(case.path)} is wrong at {numbered('position', sorted(wrong))}, which queries of other "
-        "cp ranks see, and right at the others: what comes back from these queries is lost",
-    )
 
 
 def one_cp_rank_only(case: Case) -> Cause | None:
@@ -59,5 +30,4 @@ def one_cp_rank_only(case: Case) -> Cause | None:
     return None
 
 
-BACKWARD_RULES = (own_queries_only,)
 GRADIENT_RULES = (one_cp_rank_only,)

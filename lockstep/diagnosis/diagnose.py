@@ -46,7 +46,6 @@ STAGES = {
         ("backward",),
         (
             *backward.BACKWARD_RULES,
-            *context.BACKWARD_RULES,
             attention.another_way_back,
             exchanged.outputs_exchanged,
         ),

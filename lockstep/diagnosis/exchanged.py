@@ -24,12 +24,6 @@ NEARLY = 2  # times the least distance: as near, in view of rounding errors
 SAME = 1e-9  # relative difference of elements of the reference that are the same
 DISTANCES = 1 << 26  # between rows of the embedding, at most
 ROWS = 1024  # of a matrix, at most, that are held against each other
-# What lies along a dim -> (the axis that cuts it, or sends it on in parts; what the cause is where there is this axis)
-AXES = {
-    "sample": ("pp", "pipeline"),
-    "position": ("cp", "context parallelism"),
-    "head": ("cp", "context parallelism"),
-}
 
 
 def outputs_exchanged(case: Case) -> Cause | None:
@@ -52,7 +46,6 @@ def outputs_exchanged(case: Case) -> Cause | None:
         if word == "position" and len(moved) > len(set(moved.values())) and 2 * len(spans) > len(moved):
             continue  # where attention is nearly a mean, positions have nearly the same values
         if len(moved) >= len(places) / 2:
-            axis, name = AXES[word]
             said = ", ".join(spans[:FEW]) + ", and so on" * (len(spans) > FEW)
             left = len(places) - len(moved)
             rest = (
@@ -60,12 +53,27 @@ def outputs_exchanged(case: Case) -> Cause | None:
                 if left
                 else "all else is right"
             )
-            # Tensor parallelism moves positions and heads as well.
-            is_of_axis = case.mesh.size(axis) > 1 and case.mesh.tp == 1
-            name = name if is_of_axis else "pieces exchanged"
             what = "the gradient of " * (case.first.startswith("backward/")) + describe(case.path)
-            return Cause(name, f"in {what}, {said}; {rest}")
+            return Cause(_of_axis(case, word) or "pieces exchanged", f"in {what}, {said}; {rest}")
     return None
+
+
+def _of_axis(case: Case, word: str) -> str:
+    """Return the cause if an axis of the mesh sends samples, positions or heads on just before the first wrong output; "" if none does."""
+    names, outputs = case.names, [row.path for row in case.rows.values() if row.kind == "forward"]
+    if not case.first.startswith("forward/") or case.path not in outputs:
+        return ""
+    if word == "sample":
+        # A stage hands them on to the first module of the next one.
+        before = outputs[max(0, outputs.index(case.path) - 1)]
+        is_sent = case.mesh.pp > 1 and names.layer_of(before) < names.layer_of(case.path)
+        return "pipeline" * is_sent
+    # Each rank has its own positions from the batch on. Attention brings them together. Tensor parallelism moves positions and heads as well.
+    is_of_cp = case.mesh.cp > 1 and case.mesh.tp == 1
+    begins = word == "position" and all(
+        names.layer_of(name) < 0 for name in outputs[: outputs.index(case.path)]
+    )
+    return "context parallelism" * (is_of_cp and (begins or case.path.endswith(".o_proj.input")))
 
 
 def _moved(case: Case, own: torch.Tensor, right: torch.Tensor, places: list[int], dim: int) -> dict[int, int]:

@@ -36,13 +36,18 @@ def _how_wrong(case: Case) -> str:
         return "ids and labels are right, the attention mask is not"
     if case.first == "batch/position_ids":
         is_consecutive = torch.equal(own, torch.arange(own.shape[1]).double().expand_as(own))
-        sentence = "the positions of documents do not begin again, so documents see each other"
+        sentence = "the positions of documents do not begin again"
         return sentence if is_consecutive else "ids and labels are right, the positions are not"
     pairs = [
         (a, b) for a in range(dp) for b in range(dp) if a != b and torch.equal(own_of[a], reference_of[b])
     ]
     if pairs:
-        return f"DP rank {pairs[0][0]} was given the samples of DP rank {pairs[0][1]}"
+        labels = [tensor_of("batch/labels").chunk(dp) for tensor_of in (case.own, case.reference)]
+        are_samples = torch.equal(labels[0][pairs[0][0]], labels[1][pairs[0][1]])
+        what = "samples" if are_samples else case.first.removeprefix("batch/").replace("_", " ")
+        return f"DP rank {pairs[0][0]} was given the {what} of DP rank {pairs[0][1]}" + " alone" * (
+            not are_samples
+        )
     if case.first == "batch/labels":
         return "the input ids are right, the labels are not"
     batches = [
@@ -55,7 +60,7 @@ def _how_wrong(case: Case) -> str:
         return "the input ids are in another order of samples than their labels, which are right"
     rows = zip(own.tolist(), reference.tolist(), strict=True)
     if all(set(own_tokens) <= set(exact_tokens) for own_tokens, exact_tokens in rows):
-        return "the samples are right, and some of their positions are those of others"
+        return "each sample has its own tokens only, but not each where it belongs"
     return "the samples are not those of this step"
 
 
@@ -73,10 +78,10 @@ def dropout(case: Case) -> Cause | None:
 
 
 def other_weights(case: Case) -> Cause | None:
-    """The module's own weight or bias was not the right one before the step.
+    """The module computed with a wrong weight or bias.
 
-    The weights before the step are not captured. But if the update is right by the run's own gradients and moments and the
-    updated weight is wrong, the weight was wrong before.
+    The weights before the step are not captured. But if the moments are right and the updated weight is not, by more than a factor of its
+    change, the weight was wrong before, or what the module computed with was written back.
     """
     for kind in ("weight", "bias"):
         name = (case.weight_of(case.path) if kind == "weight" else None) or f"{case.path}.{kind}"
@@ -85,11 +90,11 @@ def other_weights(case: Case) -> Cause | None:
             continue
         if _was_wrong(case, name):
             error = f"{case.rows[key].distance.relative:.1e}"
-            sentence = f"{name} was off by a relative {error} before the step: its update is right, and the updated weight is not"
+            sentence = f"the module computed with another {name}: it is off by a relative {error} after the step, and its moments are right"
             sentence += case.unjudged_replicas([key])
             num_wrong = sum(_was_wrong(case, p) or _differed(case, p) for p in case.dump.layout.parameters)
             if num_wrong > 1:
-                sentence += f"; {num_wrong - 1} more weights were off or differed between ranks"
+                sentence += f"; {num_wrong - 1} more weights are off or differ between ranks"
             is_wrong = (case.own(key) - case.right(key)).abs() > case.rows[key].tolerated_largest
             return Cause("weights", "; ".join([sentence, *case.in_one_share(key, is_wrong, case.mesh.axes)]))
         if _differed(case, name):

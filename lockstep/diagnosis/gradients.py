@@ -161,7 +161,9 @@ def of_two_steps(case: Case) -> Cause | None:
     if case.step == 1 or case.wrong("backward"):
         return None
     weights = _one_solution(_solved(case, some_known(case), case.at_step(case.step - 1)))
-    if weights is None or float((weights - weights.mean(1, keepdim=True)).abs().max()) > evidence.SAME_FACTOR:
+    if weights is None or not evidence.are_one_factor(
+        weights - weights.mean(1, keepdim=True), float(weights.abs().max())
+    ):
         return None
     if float(weights[1].abs().max()) <= evidence.SAME_FACTOR:
         return None  # nothing of the step before
@@ -194,8 +196,11 @@ def _solved(
 
 def _one_solution(solutions: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the weights of the first gradient if all have the same."""
-    are_same = all(float((each - solutions[0]).abs().max()) <= evidence.SAME_FACTOR for each in solutions)
-    return solutions[0] if solutions and are_same else None
+    if not solutions:
+        return None
+    largest = evidence.SAME_FACTOR * float(solutions[0].abs().max())
+    are_same = all(float((each - solutions[0]).abs().max()) <= largest for each in solutions)
+    return solutions[0] if are_same else None
 
 
 def one_factor(case: Case) -> Cause | None:
@@ -238,16 +243,17 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
 
     `weights` (dp, micro batches) are those with which each DP rank's micro batches count in `what`; 1 is right.
     """
-    by_dp, by_micro = weights.mean(dim=1), weights.mean(dim=0)
-    if not _are_equal(by_dp):
-        if not _are_equal((weights - by_dp[:, None]).flatten()):
+    by_dp, by_micro, largest = weights.mean(dim=1), weights.mean(dim=0), float(weights.abs().max())
+    if not evidence.are_one_factor(by_dp, largest):
+        if not evidence.are_one_factor((weights - by_dp[:, None]).flatten(), largest):
             return None
-        shown = ", ".join(f"{value:.3g}" for value in (by_dp.round(decimals=3) + 0.0).tolist())
+        shown = _in_digits(by_dp, largest, 3)
         return Cause("rank weights", f"in {what} the DP ranks have different weights ({shown}; 1 is right)")
-    if not _are_equal(by_micro):
+    if not evidence.are_one_factor((weights - by_micro).flatten(), largest):
+        return None
+    if not evidence.are_one_factor(by_micro, largest):
         # Products of 16 bits leave the third digit unknown.
-        decimals = 3 if case.options["precision"] == "fp32" else 2
-        shown = ", ".join(f"{value:.3g}" for value in (by_micro.round(decimals=decimals) + 0.0).tolist())
+        shown = _in_digits(by_micro, largest, 3 if case.options["precision"] == "fp32" else 2)
         return Cause(
             "accumulation",
             f"in {what} the micro batches have different weights ({shown}; 1 is right), the same on all DP ranks",
@@ -260,6 +266,12 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
     return Cause(cause, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
 
 
+def _in_digits(weights: torch.Tensor, largest: float, digits: int) -> str:
+    """Return weights with so many digits after the first one of the `largest`, or after the point if that is 1 or more."""
+    decimals = digits - min(0, math.floor(math.log10(largest)))
+    return ", ".join(f"{value:.3g}" for value in (weights.round(decimals=decimals) + 0.0).tolist())
+
+
 def is_a_factor(case: Case, factor: float) -> bool:
     """Whether a factor that was measured on the gradients is one.
 
@@ -268,13 +280,6 @@ def is_a_factor(case: Case, factor: float) -> bool:
     """
     is_known = case.options["precision"] == "fp32" or bool(case.names_of(factor))
     return is_known and case.loss_is_scaled(factor)
-
-
-def _are_equal(values: torch.Tensor) -> bool:
-    """Whether all values are the same factor, as exactly as factors are measured."""
-    return float((values - values.mean()).abs().max()) <= evidence.SAME_FACTOR * max(
-        1.0, float(values.abs().max())
-    )
 
 
 GRADIENT_RULES = (

@@ -136,6 +136,8 @@ def labels_of_a_shard(case: Case) -> Cause | None:
     is_wrong = error > LEFT * float(error.max())
     shard_size = -(-own.shape[-1] // case.mesh.tp)
     shards = labels // shard_size  # as torch.chunk cuts
+    if case.explains(case.first, _weights(own, reference)[..., None] * reference):
+        return None  # the loss of each token is right, and counts otherwise
     wrong, right = set(shards[is_wrong].tolist()), set(shards[~is_wrong].tolist())
     few = min(int(is_wrong.sum()), int((~is_wrong).sum()))
     if wrong & right or few < 8:
@@ -170,13 +172,13 @@ def weights_of_tokens(case: Case) -> Cause | None:
     if case.first != case.names.logits_gradient:
         return None
     own, right = case.own(case.first), case.right(case.first)
-    square = right.square().sum(-1)
-    weights = torch.where(square > 0, (own * right).sum(-1) / square, 1.0)
+    weights, is_zero = _weights(own, right), right.square().sum(-1) == 0
     if _is_one_factor(case) or not case.explains(case.first, weights[..., None] * right):
         return None
     groups: list[list[float]] = []
-    for weight in weights[square > 0].sort().values.tolist():
-        if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * max(1.0, abs(weight)):
+    largest = float(weights.abs().max())
+    for weight in weights[~is_zero].sort().values.tolist():
+        if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * largest:
             groups.append([])
         groups[-1].append(weight)
     if not 1 < len(groups) <= FEW + 1:
@@ -187,6 +189,12 @@ def weights_of_tokens(case: Case) -> Cause | None:
         for group, mean in zip(groups, means, strict=True)
     ]
     return Cause("token weights", f"in the gradient of the logits, {', '.join(shown)} (1 is right)")
+
+
+def _weights(own: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return how many times the right one the gradient of each token is (least squares); 1 where the right one is zero."""
+    square = right.square().sum(-1)
+    return torch.where(square > 0, (own * right).sum(-1) / square, 1.0)
 
 
 def _is_one_factor(case: Case) -> bool:
@@ -275,7 +283,7 @@ def _of_sums(logits: torch.Tensor, times: torch.Tensor, has_label: torch.Tensor)
     if is_number and bool(((added / number - 1).abs() <= evidence.SAME_FACTOR).all()):
         return f"whose sums of exponentials have {number} more entries, of logits 0"
     low, high = float(ratios.min()), float(ratios.max())
-    span = f"{low:.4g}" if spread <= evidence.SAME_FACTOR**2 else f"{low:.8g} to {high:.8g}"
+    span = evidence.shown(low) if spread <= evidence.SAME_FACTOR**2 else f"{low:.8g} to {high:.8g}"
     return f"whose sums of exponentials are {span} times what they should be"
 
 

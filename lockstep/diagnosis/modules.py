@@ -225,8 +225,12 @@ def _other_norms(case: Case, name: str, norm: Norm, x: torch.Tensor) -> Iterator
     yield way(SETTING, "is multiplied with 1 + its weight", weight=1 + weight)
     words = "has no mean subtracted" if norm.is_centered else "has the mean subtracted"
     yield way(SETTING, words, is_centered=not norm.is_centered)
-    if case.mesh.tp > 1 and len(weight) % case.mesh.tp == 0:
-        yield way("tp reduction missing", "is normed over each tp rank's features alone", parts=case.mesh.tp)
+    tp = case.mesh.tp
+    if tp > 1 and len(weight) % tp == 0:
+        # Each rank has some of the features, or each has all of them.
+        is_cut = case.sharded(case.first).get("tp") == own.ndim - 1
+        name, words = ("tp reduction missing", "each tp rank's") if is_cut else (SETTING, f"{tp} groups of")
+        yield way(name, f"is normed over {words} features alone", parts=tp)
     if case.options["precision"] == "fp32":
         for word, dtype in evidence.SIXTEEN_BITS.items():
             yield way(PRECISION, f"is computed in {word}", dtype=dtype)

@@ -16,6 +16,7 @@ from lockstep.verdict.judgement import Judgement
 from lockstep.verdict.result import Cause
 
 SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)  # elements: one, or what pads to an even number or to 16 or 32 bytes
+MOST_DECAY = 1.0  # a weight decay of more is none that somebody chose
 STEPS = 20  # an update is compared with what the first so many steps make of its moments
 
 
@@ -161,7 +162,10 @@ def scaled(case: Case) -> Cause | None:
     if factor is None or not have_many_values(case, rows):
         return None
     which = "all parameters" if len(rows) == len(case.judged("parameter")) else paths(rows)
-    return Cause("update scale", f"the change of {which} is {evidence.shown(factor)} times what it should be")
+    others = case.unjudged_replicas(row.name for row in case.judged("parameter"))
+    return Cause(
+        "update scale", f"the change of {which} is {evidence.shown(factor)} times what it should be{others}"
+    )
 
 
 def other_decay(case: Case) -> Cause | None:
@@ -188,6 +192,11 @@ def _of_decay(case: Case, decayed: Callable[[str], torch.Tensor]) -> Cause | Non
     if not errors or not all(math.isclose(error, errors[0], rel_tol=2 * LEFT) for error in errors):
         return None
     names = paths(rows)
+    if abs(errors[0]) > MOST_DECAY:
+        return Cause(
+            "weights",
+            f"the moments are right; the step also multiplies {names} by {evidence.shown(1 - case.rate * errors[0])}",
+        )
     return Cause(
         "weight decay", f"the moments are right; the weight decay of {names} is off by {errors[0]:+.4g}"
     )

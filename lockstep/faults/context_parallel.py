@@ -85,7 +85,7 @@ def keys_in_the_order_of_ranks(run: Planting) -> Plant:
 @cp_fault(
     seen_in="NVIDIA-NeMo/Megatron-Bridge 4784",
     cause="cp reduction missing",
-    evidence="the gradient of ...v_proj's output is wrong at positions 0 to 47, which queries of other cp ranks see, and right at the others: what comes back from these queries is lost",
+    evidence="model.layers.1.self_attn: in the backward pass, what queries of other cp ranks send back is lost, as recomputed",
     first="backward/model.layers.1.self_attn.v_proj",
 )
 def key_gradients_not_summed(run: Planting) -> Plant:

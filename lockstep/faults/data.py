@@ -111,8 +111,8 @@ weights_fault = functools.partial(fault, bug_class="weights", cause="weights", n
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
     evidence=(
-        "model.embed_tokens.weight was off by a relative 7.1e-04 before the step: its update is right, and the updated weight is not; # more weights were off or differed between ranks; only in the share of dp rank 1 of 2",
-        "model.embed_tokens.weight was off by a relative 4.7e-04 before the step: its update is right, and the updated weight is not; # more weights were off or differed between ranks",
+        "the module computed with another model.embed_tokens.weight: it is off by a relative 7.1e-04 after the step, and its moments are right; # more weights are off or differ between ranks; only in the share of dp rank 1 of 2",
+        "the module computed with another model.embed_tokens.weight: it is off by a relative 4.7e-04 after the step, and its moments are right; # more weights are off or differ between ranks",
     ),
     first="forward/model.embed_tokens",
     precisions=WEIGHTS_IN_FP32,
@@ -126,7 +126,7 @@ def one_replica_starts_elsewhere(run: Planting) -> Plant:
 
 @weights_fault(
     seen_in="huggingface/transformers 17877",
-    evidence="model.layers.1.self_attn.q_proj.weight was off by a relative 2.0e+00 before the step: its update is right, and the updated weight is not",
+    evidence="the module computed with another model.layers.1.self_attn.q_proj.weight: it is off by a relative 2.0e+00 after the step, and its moments are right",
     first="forward/model.layers.1.self_attn.q_proj",
     named=True,
 )
@@ -138,7 +138,7 @@ def reinitialised_after_loading(run: Planting) -> Plant:
 
 @weights_fault(
     seen_in="NVIDIA-NeMo/Automodel 3822",
-    evidence="model.layers.1.input_layernorm.weight was off by a relative 1.0e-03 before the step: its update is right, and the updated weight is not; ranks 0 and 2 have another, which was not judged",
+    evidence="the module computed with another model.layers.1.input_layernorm.weight: it is off by a relative 1.0e-03 after the step, and its moments are right; ranks 0 and 2 have another, which was not judged",
     first="forward/model.layers.1.input_layernorm",
     axes=("tp",),
     precisions=WEIGHTS_IN_FP32,

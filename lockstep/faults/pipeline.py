@@ -123,7 +123,7 @@ def a_layer_left_out(run: Planting) -> Plant:
 @pp_fault(
     seen_in="huggingface/transformers 24381",
     cause="weights",
-    evidence="model.layers.1.input_layernorm.weight was off by a relative 2.0e+00 before the step: its update is right, and the updated weight is not; 8 more weights were off or differed between ranks",
+    evidence="the module computed with another model.layers.1.input_layernorm.weight: it is off by a relative 2.0e+00 after the step, and its moments are right; 8 more weights are off or differ between ranks",
     first="forward/model.layers.1.input_layernorm",
 )
 def a_stage_has_another_layers_weights(run: Planting) -> Plant:

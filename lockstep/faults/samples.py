@@ -123,7 +123,7 @@ def documents_see_each_other(run: Planting) -> Plant:
     seen_in="huggingface/nanoVLM 201",
     bug_class="data",
     cause="data",
-    evidence="the positions of documents do not begin again, so documents see each other",
+    evidence="the positions of documents do not begin again",
     first="batch/position_ids",
     arguments=("--documents", "apart"),
 )

@@ -14,6 +14,7 @@ from lockstep.diagnosis.attention import another_way, another_way_back
 SAMPLES, HEADS, SHARED, LENGTH, SIZE = 3, 4, 2, 12, 16
 LAYER, BEFORE = "model.layers.1.self_attn", "model.layers.0.self_attn"
 OUTPUT, ROTARY = f"forward/{LAYER}.o_proj.input", "forward/model.rotary_emb"
+WORDS = ("queries", "keys", "values")
 PLACE = torch.arange(LENGTH)
 CAUSAL = PLACE[:, None] >= PLACE
 OWNER = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0])  # the cp rank of each position
@@ -97,6 +98,12 @@ def of_each_rank(q, k, v, seen, scale):
     has_some = [(seen & (rank == OWNER)).any(-1, keepdim=True) for rank in (0, 1)]
     total = sum(torch.where(some, part, 0.0) for part, some in zip(parts, has_some, strict=True))
     return total / sum(some.double() for some in has_some)
+
+
+def of_turned():
+    """Queries and keys after the rotary angles, and values, as projections have them."""
+    q, k, v = (tensor.unflatten(-1, (-1, SIZE)).transpose(1, 2) for tensor in of_layer(1))
+    return [laid_out(x) for x in (*apply_rotary_pos_emb(q, k, *angles(PLACE[None])), v)]
 
 
 def neighbours(q, k, cos, sin):
@@ -234,6 +241,14 @@ def test_rounded(dtype, name):
     assert another_way(case(own, right, precision="autocast")) is None
 
 
+@pytest.mark.parametrize("which", ["queries", "keys", "values", "queries and keys", "keys and values"])
+def test_only_those_that_are_rounded_are_named(which):
+    low = [x.bfloat16().double() if word in which else x for word, x in zip(WORDS, of_turned(), strict=True)]
+    own = laid_out(attention(turn=lambda q, k, *_: (q, k), tensors=low))
+    found = another_way(case(own, laid_out(attention())))
+    assert found.evidence == f"{LAYER}: {which} are rounded to bfloat16, as recomputed"
+
+
 def test_the_softmax_in_bfloat16():
     found = another_way(case(laid_out(attention(attend=in_bfloat16)), laid_out(attention())))
     assert found.evidence == f"{LAYER}: the softmax is computed in bfloat16, as recomputed"
@@ -281,6 +296,41 @@ def test_keys_that_other_ranks_sent_a_layer_before():
     assert (
         found.evidence == f"{LAYER}: keys and values of other cp ranks are those of {BEFORE}, as recomputed"
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@pytest.mark.parametrize("part", "kv")
+def test_what_queries_of_other_ranks_send_back(part, precision):
+    """It is lost. If it counts twice, it is not."""
+    of_ranks = [
+        gradient(
+            part,
+            attend=lambda q, k, v, seen, scale, rank=rank: (rank == OWNER)[:, None]
+            * scaled_dot_product_attention(q, k, v, seen, scale=scale),
+        )
+        for rank in (0, 1)
+    ]
+    right, own = sum(of_ranks), sum((rank == OWNER)[:, None] * one for rank, one in enumerate(of_ranks))
+    make = functools.partial(
+        case, right=right, first=f"backward/{LAYER}.{part}_proj", context=True, precision=precision
+    )
+    found = another_way_back(make(own))
+    assert found.name == "cp reduction missing"
+    assert (
+        found.evidence
+        == f"{LAYER}: in the backward pass, what queries of other cp ranks send back is lost, as recomputed"
+    )
+    assert another_way_back(make(2 * right - own)) is None
+
+
+def test_documents_that_begin_elsewhere():
+    first = DOCUMENTS == 0
+    for words, moved in (("late", first.roll(1, 1)), ("early", first.roll(-1, 1))):
+        document = moved.cumsum(1)
+        seen = CAUSAL & (document[:, :, None] == document[:, None])[:, None]
+        own, right = (laid_out(attention(which, positions=DOCUMENTS)) for which in (seen, CAUSAL & APART))
+        found = another_way(case(own, right, positions=DOCUMENTS, batch={"position_ids": DOCUMENTS}))
+        assert found.evidence == f"{LAYER}: each document begins one position too {words}, as recomputed"
 
 
 def test_documents_and_padding():

@@ -17,6 +17,7 @@ from lockstep.diagnosis import moments as moment_rules
 from lockstep.diagnosis import update as update_rules
 from lockstep.diagnosis.case import describe
 from lockstep.diagnosis.diagnose import Stage, diagnose
+from lockstep.diagnosis.gradients import cause_of_weights
 from lockstep.inputs.architectures import BUILT_IN
 from lockstep.inputs.shapes import describe as describe_model
 from lockstep.plan.config import BETAS, EPS
@@ -81,6 +82,29 @@ def test_zeros_in_a_block_are_no_dropout():
     rows[:4], columns[:, :3] = 0, 0
     assert evidence.dropped_elements(EXACT * rows / 0.9, EXACT) is None
     assert evidence.dropped_elements(EXACT * columns / 0.9, EXACT) is None
+
+
+def test_a_fixed_pattern_of_zeros_is_no_dropout():
+    exact = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0)).double()
+    rows, columns = torch.arange(128)[:, None], torch.arange(128)
+    drawn = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1)) >= 1 / 16
+    pattern = ((7 * rows + 11 * columns) % 16 != 0).expand(2, -1, -1)
+    for keep, is_dropout in ((drawn, True), (pattern, False), (drawn[:1].expand(2, -1, -1), False)):
+        assert (evidence.dropped_elements(exact * keep * 16 / 15, exact) is not None) == is_dropout
+
+
+@pytest.mark.parametrize(
+    "weights, name",
+    [
+        ([[1e-3], [2e-3]], "rank weights"),  # as of a loss scale that is taken off wrongly
+        ([[5e-3, 2.5e-3], [5e-3, 2.5e-3]], "accumulation"),
+        ([[1e-3, 2e-3], [2e-3, 1e-3]], None),
+    ],
+)
+def test_small_weights_are_told_apart(weights, name):
+    case = SimpleNamespace(options={"precision": "fp32"})
+    found = cause_of_weights(case, torch.tensor(weights, dtype=torch.float64), "every gradient")
+    assert (found and found.name) == name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -401,6 +425,7 @@ SAID = {  # what is changed, the causes that are named, and what else is said
     "each gradient another factor": (moments_of(lambda name, g: (1.5 + list(PARAMETERS).index(name)) * g), [], ""),
     "weight decay after the update": (of_every_parameter(lambda t, before: t * (1 - RATE * 0.1), ("col.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "moments in bfloat16": ({f"exp_avg/{name}": lambda t, e: t.bfloat16().double() for name in PARAMETERS}, ["precision"], "every element of 4 exp_avgs is a bfloat16 number"),
+    "an average of weights that has one term too many": (of_every_parameter(lambda t, before: t * 0.9, ("col.weight", "col.bias")), ["weights"], "the step also multiplies col.weight, col.bias by 0.9"),
     "weight decay": (of_every_parameter(lambda t, before: t - RATE * 0.1 * before, ("norm.weight", "col.bias")), ["weight decay"], r"is off by \+0.1"),
     "samples exchanged": ({"forward/col": lambda t, e: t[[1, 0, 2, 3]]}, ["pieces exchanged"], "sample 0 has the values of sample 1, sample 1 has the values of sample 0; all else is right"),
     "positions moved": ({"backward/norm": lambda t, e: t.roll(1, 1)}, ["pieces exchanged"], "positions 1 to 7 have the values of positions 0 to 6"),

@@ -173,6 +173,13 @@ def test_a_norm_of_each_tp_ranks_features():
     found = another_way(of_norm(own, tp=2))
     assert found.evidence == f"{NORM}'s output is normed over each tp rank's features alone, as recomputed"
     assert another_way(of_norm(own)) is None
+    whole = of_norm(own, tp=2)
+    whole.sharded = lambda name: {}  # each rank has all features
+    found = another_way(whole)
+    assert (found.name, found.evidence) == (
+        "module settings",
+        f"{NORM}'s output is normed over 2 groups of features alone, as recomputed",
+    )
 
 
 def test_a_norm_with_a_mean_and_a_bias():

@@ -216,6 +216,7 @@ class Seen:
             first,
             {first: own, **{f"batch/{name}": one for name, one in batch.items()}},
         )
+        self.path = first.partition("/")[2]
         self._reference, self.rows = reference, {first: SimpleNamespace(tolerated_largest=1e-6)}
 
     def has(self, name):
@@ -282,17 +283,17 @@ class TestDocumentsTogether:
             ([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]], True),
             ([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], False),  # in a first document, too
             ([[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1]], False),  # not where a document begins
+            ([[0, 0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 0]], False),  # only where a document begins
         ],
     )
-    def test_is_named_where_first_tokens_see_others(self, wrong, named):
-        reference = torch.zeros(2, 6, 3)
-        seen = Seen(
-            "forward/attention.input",
-            reference + torch.tensor(wrong)[..., None],
-            reference,
-            position_ids=self.positions,
+    @pytest.mark.parametrize("value", [2.0, 0.0])  # where first tokens see nothing, they do not see others
+    def test_is_named_where_first_tokens_see_others(self, wrong, named, value):
+        reference = torch.ones(2, 6, 3)
+        own = torch.where(torch.tensor(wrong)[..., None] > 0, value, reference)
+        found = documents_together(
+            Seen("forward/attention.input", own, reference, position_ids=self.positions)
         )
-        found = documents_together(seen)
+        named = named and value > 0
         assert (found is not None) == named
         if found:
             assert "wrong at 3 of 3 first tokens of later ones" in found.evidence
