@@ -31,6 +31,7 @@ from lockstep.diagnosis.ways import (
 from lockstep.ground.words import and_more
 from lockstep.verdict.result import Cause
 
+MOST_SAMPLES = 16  # of a batch, whose keys and values are tried in each other's places
 SCORES = 1 << 25  # elements of scores, at most, that are computed at once: 256 MiB
 FURTHER = (1, 2, 4, 8)  # positions
 NEWTON_STEPS, STEP = 6, 1e-4  # the step is relative
@@ -264,6 +265,7 @@ def _ways(
         yield name, words, found.output(seen)
     if case.first.startswith("forward/"):
         yield from _heads(case, found, own, wrong)
+        yield from _of_other_samples(case, found, own, wrong)
         yield from _keys(case, found)
     for words, output in _angles(found):
         yield "rotary angles", words, output
@@ -345,6 +347,32 @@ def _heads(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor)
         yield EXCHANGED, and_more(sentences), value
     of_ranks = [heads.transpose(1, 2).reshape(heads.shape) for heads in found.output().chunk(case.mesh.tp, 2)]
     yield EXCHANGED, "the output is laid out by heads, not by positions", torch.cat(of_ranks, 2)
+
+
+def _of_other_samples(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor) -> Iterator[Way]:
+    """Samples attend to the keys and values of others, or to one of both. That they have the output of others is a rival."""
+    everything = torch.arange(len(case.own(case.first)))
+    if not 1 < len(everything) <= MOST_SAMPLES:
+        return
+    whole = case.right(case.first).unflatten(-1, (-1, case.head_size))
+    _, k, v = _projections(case, found.layer, everything)
+    what = {"kv": "the keys and values of ", "k": "the keys of ", "v": "the values of ", "": ""}
+    for parts, words in what.items():
+        values = []
+        for source in everything.tolist():
+            changes = {
+                part: tensor[[source]].expand_as(found.k)
+                for part, tensor in (("k", k), ("v", v))
+                if part in parts
+            }
+            values.append(found.but(**changes).output() if parts else whole[[source]].expand_as(own))
+        left = torch.stack([((value - own).square() * wrong).nansum((1, 2, 3)) for value in values])
+        left[found.samples, torch.arange(len(own))] = math.inf
+        sources = left.argmin(0)
+        value = torch.stack(values)[sources, torch.arange(len(own))]
+        pairs = zip(found.samples.tolist(), sources.tolist(), strict=True)
+        sentences = [f"sample {sample} attends to {words}sample {source}" for sample, source in pairs]
+        yield EXCHANGED if parts else "", and_more(sentences), value
 
 
 def _keys(case: Case, found: Attention) -> Iterator[Way]:

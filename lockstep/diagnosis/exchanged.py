@@ -66,8 +66,8 @@ def _of_axis(case: Case, word: str) -> str:
     if word == "sample":
         # A stage hands them on to the first module of the next one.
         before = outputs[max(0, outputs.index(case.path) - 1)]
-        is_sent = case.mesh.pp > 1 and names.layer_of(before) < names.layer_of(case.path)
-        return "pipeline" * is_sent
+        layer = names.layer_of(case.path)
+        return "pipeline" * (case.mesh.pp > 1 and layer > 0 and names.layer_of(before) < layer)
     # Each rank has its own positions from the batch on. Attention brings them together. Tensor parallelism moves positions and heads as well.
     is_of_cp = case.mesh.cp > 1 and case.mesh.tp == 1
     begins = word == "position" and all(

@@ -80,7 +80,7 @@ def nearest(
     """Return (name of the cause, what is done) of the way that gives what the run has; None if none does, or if several do.
 
     `own` and `right` have the shape of the outputs, and may be some samples of the first wrong tensor. `wrong` is a mask of the parts that
-    count. `again` is the right way from what the run had, whose errors may be too small to be seen where they are made. It is a rival without
+    count. A way without a name is a rival. `again` is the right way from what the run had, whose errors may be too small to be seen where they are made. It is a rival without
     a name, and so are multiples of it and of the right output, which many bugs give.
     """
     known = again.nan_to_num()
@@ -100,7 +100,7 @@ def nearest(
             rivals.append(other)
         elif other_words != words:  # such as weights of one, and none
             words += f", or {other_words}"
-    if left > LEFT or min(rivals) <= evidence.NEARER * left:
+    if not name or left > LEFT or min(rivals) <= evidence.NEARER * left:
         return None
     # An element that lies between two 16-bit numbers may be rounded to either of them.
     if name != PRECISION and not case.leaves_little(case.first, left * case.rows[case.first].distance.error):

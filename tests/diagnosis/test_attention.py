@@ -323,6 +323,22 @@ def test_what_queries_of_other_ranks_send_back(part, precision):
     assert another_way_back(make(2 * right - own)) is None
 
 
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@pytest.mark.parametrize("parts", ["keys and values", "keys", "values"])
+def test_keys_and_values_of_another_sample(parts, precision):
+    def changed(q, k, v):
+        k, v = (x[[1, 0, 2]] if word in parts else x for word, x in (("keys", k), ("values", v)))
+        return q, k, v
+
+    own, right = laid_out(attention(change=changed)), laid_out(attention())
+    said = " and ".join(
+        f"sample {one} attends to the {parts} of sample {other}" for one, other in ((0, 1), (1, 0))
+    )
+    assert another_way(case(own, right, precision=precision)).evidence == f"{LAYER}: {said}, as recomputed"
+    # Their outputs are exchanged. Another rule says so.
+    assert another_way(case(right[[1, 0, 2]], right, precision=precision)) is None
+
+
 def test_documents_that_begin_elsewhere():
     first = DOCUMENTS == 0
     for words, moved in (("late", first.roll(1, 1)), ("early", first.roll(-1, 1))):

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lockstep.diagnosis import diagnose as diagnose_module
-from lockstep.diagnosis import evidence, forward
+from lockstep.diagnosis import evidence, exchanged, forward
 from lockstep.diagnosis import loss as loss_rules
 from lockstep.diagnosis import moments as moment_rules
 from lockstep.diagnosis import update as update_rules
@@ -523,6 +523,43 @@ def test_replicas_of_weights_that_differ():
     assert diagnosed(wrong, replicas_differ={**apart, "gradient/norm.weight": [1]})[0] == []
 
 
+def test_updates_that_are_not_the_same_on_all_ranks():
+    twice = of_every_parameter(lambda t, before: 2 * t - before)
+    _, found = diagnosed(twice, replicas_differ={"parameter/norm.weight": [1], "parameter/col.bias": [3]})
+    said = "the change of all parameters is 2 times what it should be; ranks 1 and 3 have another, which was not judged"
+    assert [cause.evidence for cause in found.causes] == [said]
+
+
+AXES = {
+    ("sample", "model.layers.1.input_layernorm", "pp"): "pipeline",
+    ("sample", "model.layers.1.mlp.up_proj", "pp"): "",
+    ("sample", "model.layers.0.input_layernorm", "pp"): "",
+    ("sample", "model.layers.1.input_layernorm", "cp"): "",
+    ("position", "model.rotary_emb", "cp"): "context parallelism",
+    ("position", "model.layers.1.self_attn.o_proj.input", "cp"): "context parallelism",
+    ("head", "model.layers.1.self_attn.o_proj.input", "cp"): "context parallelism",
+    ("head", "model.layers.1.self_attn.q_proj", "cp"): "",
+    ("position", "model.layers.1.mlp.up_proj", "cp"): "",
+}
+
+
+@pytest.mark.parametrize("word, path, axis", AXES)
+def test_an_axis_is_named_where_it_sends_pieces_on(word, path, axis):
+    layer = ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj.input", "mlp.up_proj")
+    of_layers = [
+        f"model.layers.{number}{name}" for number in (0, 1) for name in (*(f".{one}" for one in layer), "")
+    ]
+    rows = {
+        name: SimpleNamespace(kind="forward", path=name)
+        for name in ("model.embed_tokens", "model.rotary_emb", *of_layers)
+    }
+    mesh = SimpleNamespace(**{"tp": 1, "pp": 1, "cp": 1, axis: 2})
+    case = SimpleNamespace(
+        first=f"forward/{path}", path=path, rows=rows, mesh=mesh, names=Written.layout.names
+    )
+    assert exchanged._of_axis(case, word) == AXES[word, path, axis]
+
+
 def test_replicas_that_differ_though_the_one_that_was_written_is_right():
     for name in ("gradient/norm.weight", "parameter/norm.weight", "forward/row"):
         names, found = diagnosed({}, replicas_differ={name: [1, 3]})
@@ -834,6 +871,23 @@ def test_weights_of_tokens(weights, said, off):
     found = loss_rules.weights_of_tokens(case)
     assert (found is None) == (said is None or off > 0)
     assert found is None or found.evidence == f"in the gradient of the logits, {said}"
+
+
+@pytest.mark.parametrize("are_weights", [False, True])
+def test_the_labels_of_a_shard_are_told_from_weights_of_tokens(are_weights):
+    generator = torch.Generator().manual_seed(0)
+    right, noise = torch.randn(2, 4, 8, 20, generator=generator).double()
+    labels = torch.arange(32).view(4, 8) % 20
+    of_shard = (labels >= 10)[..., None]
+    case = of_logits(
+        torch.where(of_shard, 0.5 * right if are_weights else right + noise, right),
+        right,
+        None,
+        labels.double(),
+    )
+    case.sharded, case.mesh, case.reference = lambda name: {"tp": 2}, SimpleNamespace(tp=2), case.right
+    found = loss_rules.labels_of_a_shard(case)
+    assert found is None if are_weights else "in the shard of tp rank 1, and for no others" in found.evidence
 
 
 def summed_in_bfloat16(z, y):

@@ -18,6 +18,19 @@ from lockstep.running import jobs, ranks
 pytestmark = pytest.mark.usefixtures("from_nothing")
 
 
+def test_memory_that_is_kept_is_given_back():
+    code = (
+        "import torch; from lockstep.ground import processes; from lockstep.plan import resources\n"
+        "processes.keep_memory(); before = processes.own_memory(); x = torch.ones(1 << 26); del x\n"
+        "kept = processes.own_memory(); resources.share_memory(); shared = processes.own_memory()\n"
+        "resources.free_bytes = lambda: 0; resources.share_memory()\n"
+        "print(*(n - before >> 20 for n in (kept, shared, processes.own_memory())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    kept, shared, given_back = map(int, done.stdout.split())
+    assert kept >= 255 and shared >= 255 and given_back < 64  # MiB; the tensor has 256
+
+
 @pytest.mark.parametrize(
     "log, status, why",
     [

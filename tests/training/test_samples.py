@@ -14,6 +14,7 @@ from small_inputs import batches
 
 from lockstep.diagnosis.attention import documents_together
 from lockstep.diagnosis.case import Case
+from lockstep.diagnosis.forward import BATCH_RULES
 from lockstep.diagnosis.loss import counted_otherwise
 from lockstep.dumps import history
 from lockstep.dumps.dump import Dump
@@ -272,6 +273,20 @@ class TestCountedOtherwise:
 
     def test_where_all_tokens_have_labels_nothing_is(self):
         assert self.cause(19 / 32, labels=torch.zeros(4, 8)) is None
+
+
+class TestBatch:
+    ids = torch.arange(32).view(4, 8)
+
+    @pytest.mark.parametrize("labels_too", [True, False])
+    def test_whose_samples_a_dp_rank_was_given(self, labels_too):
+        own, labels = (torch.cat([x[2:], x[2:]]) for x in (self.ids, self.ids + 100))
+        seen = Seen("batch/input_ids", own, self.ids, labels=labels if labels_too else self.ids + 100)
+        right = {"batch/input_ids": self.ids, "batch/labels": self.ids + 100}
+        seen.reference, seen.odd_ranks, seen.is_wrong = right.__getitem__, lambda name: [], lambda name: False
+        what = "samples of DP rank 1" if labels_too else "input ids of DP rank 1 alone"
+        (found,) = (rule(seen) for rule in BATCH_RULES)
+        assert found.evidence == f"DP rank 0 was given the {what}"
 
 
 class TestDocumentsTogether:

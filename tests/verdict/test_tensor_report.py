@@ -101,6 +101,15 @@ def test_a_factor_is_told_where_it_is_what_is_wrong(wrong, tolerated, said):
     assert ("relative error" in one.describe()) is (said == "relative error ")
 
 
+def test_a_projection_alone_is_no_factor_of_a_tensor_that_is_far():
+    """Half of another tensor may lie along the right one, and be no multiple of it."""
+    one = replace(row(1, HIDDEN, wrong=True), factor=Factor(HIDDEN, (8, 6), None, -0.5, 1e-9))
+    along = replace(one.distance, error=0.5 * one.distance.change, scale=0.5)
+    assert replace(one, distance=along).describe().startswith("all of it is 0.5 times what it should be")
+    across = replace(along, error=0.9 * one.distance.change)
+    assert replace(one, distance=across).describe().startswith("relative error ")
+
+
 @pytest.mark.parametrize(
     "names, said", [("a", "a"), ("ab", "a and b"), ("abc", "a, b and c"), ("abcd", "a and 3 more")]
 )
