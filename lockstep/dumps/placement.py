@@ -50,8 +50,14 @@ class Placement:
                 cut[Cuts.WEIGHTS] = True
                 runs[dim] = _part(runs[dim], *share(_length(runs[dim]), self.here.tp, self.mesh.tp))
         if list(local.shape) != list(map(_length, runs)):
+            is_of_samples = symbols[0] != BATCH and tuple(local.shape[1:]) == full[1:]
+            remedy = (
+                "all samples share it in the reference: call the model with the inputs that it is fed, and no others"
+                if is_of_samples
+                else "call each module with all positions, or not at all"
+            )
             raise ValueError(
-                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}: call each module with all positions, or not at all"
+                f"{name} has shape {tuple(local.shape)}, which is no share of the full tensor {full}: {remedy}"
             )
         return full, runs, all(cut[AXES[axis]] or not self.here.along(axis) for axis in AXES)
 

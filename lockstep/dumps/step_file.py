@@ -220,15 +220,17 @@ def merge(
     ]
     places = {(start, shape) for start, shape, _ in written}
     covered = sum(math.prod(shape) for _, shape in places)
+    is_computed = name.startswith(("batch/", "forward/", "backward/"))
     if len(places) != len(written):
         raise ValueError(
             f"{name}: {len(written)} parts of it are written, and {len(places)} would do: they overlap"
+            + "; a pass that is not trained on must compute no gradients (torch.no_grad)" * is_computed
         )
     if covered != math.prod(full_shape):
-        is_computed = name.startswith(("batch/", "forward/", "backward/"))
         raise ValueError(
             f"{name}: the ranks hold {covered} of its {math.prod(full_shape)} elements"
-            + "; each rank must go through all of its micro batches, forward and backward" * is_computed
+            + "; each rank must go through all of its micro batches with all of their inputs, forward and backward"
+            * is_computed
         )
     pairs = [(rank, part) for rank, parts in enumerate(parts_by_rank) for part in parts]
     digests = {(part.start, part.shape): part.sha256 for _, part in pairs if part.checksum is not None}

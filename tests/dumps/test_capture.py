@@ -139,13 +139,17 @@ def test_copies_that_differ_are_those_that_were_not_written():
 @pytest.mark.parametrize(
     "name, hint",
     [
-        ("batch/input_ids", "; each rank must go through all of its micro batches, forward and backward"),
+        (
+            "batch/input_ids",
+            "; each rank must go through all of its micro batches with all of their inputs, forward and backward",
+        ),
         ("gradient/w", ""),
     ],
 )
 def test_parts_that_overlap_or_do_not_cover(name, hint):
     written = step_file.Part((0,), (2,), "a", checksum=7)
-    with pytest.raises(ValueError, match="2 parts of it are written, and 1 would do: they overlap"):
+    remedy = "; a pass that is not trained on must compute no gradients" if hint else "$"
+    with pytest.raises(ValueError, match=f"2 parts of it are written, and 1 would do: they overlap{remedy}"):
         step_file.merge(name, [[written], [written]], (2,), 4)
     with pytest.raises(ValueError, match=f"{name}: the ranks hold 2 of its 4 elements{hint}$"):
         step_file.merge(name, [[written]], (4,), 4)
@@ -160,3 +164,13 @@ def test_an_output_of_some_positions_is_refused(shape):
         ValueError, match="is no share of the full tensor .*: call each module with all positions"
     ):
         placement.of("forward/head", torch.zeros(shape), (BATCH, SEQUENCE, 16))
+
+
+def test_an_output_of_samples_that_the_reference_has_once_is_refused():
+    mesh = Mesh(dp=2)
+    placement = Placement(mesh, mesh.coordinates(1), rows=4, seq_length=8, positions=[(0, 8)])
+    assert placement.of("forward/rotary", torch.zeros(1, 8, 16), (1, SEQUENCE, 16))[0] == (1, 8, 16)
+    with pytest.raises(
+        ValueError, match="all samples share it in the reference: call the model with the inputs"
+    ):
+        placement.of("forward/rotary", torch.zeros(2, 8, 16), (1, SEQUENCE, 16))
