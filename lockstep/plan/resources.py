@@ -203,8 +203,8 @@ def free_bytes() -> int:
 
 
 def share_memory() -> None:
-    """Give back the memory that this process has freed and kept, if it has more than the machine has left."""
-    if processes.own_memory() > free_bytes():
+    """Give back the memory that this process has freed and kept, if it has more than twice what the machine has left."""
+    if processes.own_memory() > 2 * free_bytes():
         processes.give_back_memory()
 
 
