@@ -58,8 +58,10 @@ def documents_together(case: Case) -> Cause | None:
     layer, is_output, _ = case.path.partition(".o_proj.input")
     if not case.first.endswith(".input") or not case.has("batch/position_ids"):
         return None
-    if is_output and case.names.is_on_heads(case.first) and of_wrong_samples(case, layer):
-        return None  # `another_way` has an answer
+    if is_output and case.names.is_on_heads(case.first):
+        found = of_wrong_samples(case, layer)
+        if found and _again(case, found, lambda output: output):
+            return None  # `another_way` knows what documents that see each other give
     own, right = case.own(case.first), case.reference(case.first)
     positions, is_wrong = case.own("batch/position_ids"), wrong_elements(case, own, right).any(-1)
     document = (positions == 0).cumsum(1)
@@ -78,18 +80,23 @@ def documents_together(case: Case) -> Cause | None:
     )
 
 
+def _again(case: Case, found: Attention, measured: Turn) -> tuple[Attention, torch.Tensor] | None:
+    """Return the way that gives what the reference has, and what it gives; None if the model computes attention otherwise."""
+    right = case.right(case.first)[found.samples].unflatten(-1, (-1, case.head_size))
+    outputs = ((way, measured(way.output())) for way in right_ways(case, found))
+    return next(((way, output) for way, output in outputs if gives_the_right(case, output, right)), None)
+
+
 def _nearest(case: Case, found: Attention, measured: Turn) -> Cause | None:
     """Return the cause for what is `measured` of the output of attention."""
     own, right = (
         tensor[found.samples].unflatten(-1, (-1, case.head_size))
         for tensor in (case.own(case.first), case.right(case.first))
     )
-    outputs = ((way, measured(way.output())) for way in right_ways(case, found))
-    right_way, again = next(
-        ((way, it) for way, it in outputs if gives_the_right(case, it, right)), (None, right)
-    )
-    if right_way is None:
+    recomputed = _again(case, found, measured)
+    if recomputed is None:
         return None
+    right_way, again = recomputed
     # By sample, head, and the cp rank that has the positions
     groups = [(dim, torch.arange(own.shape[dim])) for dim in (0, 2)]
     groups.append((1, case.cp_rank_of(own.shape[1])))

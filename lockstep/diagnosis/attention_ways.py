@@ -13,7 +13,8 @@ from lockstep.diagnosis.odd import numbered, places_of, wrong_elements
 from lockstep.diagnosis.ways import PRECISION, Way, low_dtypes
 from lockstep.ground.words import and_more
 
-MOST_SAMPLES = 16  # of a batch, whose keys and values are tried in each other's places
+# Samples of a batch whose keys and values are tried in each other's places, and elements of the outputs that this gives
+MOST_SAMPLES, MOST_ELEMENTS = 16, 1 << 26
 FURTHER = (1, 2, 4, 8)  # positions
 NEWTON_STEPS, STEP = 6, 1e-4  # the step is relative
 MASK, CONTEXT, EXCHANGED = "attention mask", "context parallelism", "pieces exchanged"
@@ -83,11 +84,13 @@ def _moved_documents(case: Case, found: Attention) -> Iterator[tuple[str, torch.
     """Yield what queries see if each document begins at another place."""
     if not case.has("batch/position_ids"):
         return
-    is_first = found.positions == 0
+    begins = (found.positions == 0) & (torch.arange(found.positions.shape[1]) > 0)
     for words, shift in (("late", 1), ("early", -1)):
-        document = is_first.roll(shift, 1).cumsum(1)
+        moved = begins.roll(shift, 1)
+        moved[:, -1 if shift < 0 else 0] = False  # what went over the end
+        document = moved.cumsum(1)
         yield (
-            f"each document begins one position too {words}",
+            f"each later document begins one position too {words}",
             (document[:, :, None] == document[:, None, :])[:, None],
         )
 
@@ -126,25 +129,25 @@ def _heads(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor)
 
 def _of_other_samples(case: Case, found: Attention, own: torch.Tensor, wrong: torch.Tensor) -> Iterator[Way]:
     """Samples attend to the keys and values of others, or to one of both. That they have the output of others is a rival."""
-    everything = torch.arange(len(case.own(case.first)))
-    if not 1 < len(everything) <= MOST_SAMPLES:
+    samples = torch.arange(len(case.own(case.first)))
+    if not 1 < len(samples) <= MOST_SAMPLES or len(samples) * own.numel() > MOST_ELEMENTS:
         return
     whole = case.right(case.first).unflatten(-1, (-1, case.head_size))
-    _, k, v = projections(case, found.layer, everything)
-    what = {"kv": "the keys and values of ", "k": "the keys of ", "v": "the values of ", "": ""}
-    for parts, words in what.items():
-        values = []
-        for source in everything.tolist():
-            changes = {
-                part: tensor[[source]].expand_as(found.k)
-                for part, tensor in (("k", k), ("v", v))
-                if part in parts
-            }
-            values.append(found.but(**changes).output() if parts else whole[[source]].expand_as(own))
-        left = torch.stack([((value - own).square() * wrong).nansum((1, 2, 3)) for value in values])
-        left[found.samples, torch.arange(len(own))] = math.inf
-        sources = left.argmin(0)
-        value = torch.stack(values)[sources, torch.arange(len(own))]
+    _, k, v = projections(case, found.layer, samples)
+    of_parts = {"kv": "the keys and values of ", "k": "the keys of ", "v": "the values of ", "": ""}
+    for parts, words in of_parts.items():
+        value, sources = torch.empty_like(own), torch.zeros(len(own), dtype=torch.long)
+        least = torch.full(own.shape[:1], math.inf, dtype=own.dtype)  # by sample
+        for source in samples.tolist():
+            keys, values = (
+                tensor[[source]].expand_as(its) if part in parts else its
+                for part, tensor, its in (("k", k, found.k), ("v", v, found.v))
+            )
+            output = found.but(k=keys, v=values).output() if parts else whole[[source]].expand_as(own)
+            left = ((output - own).square() * wrong).nansum((1, 2, 3))
+            is_nearer = (left < least) & (found.samples != source)
+            value[is_nearer] = output[is_nearer]
+            least, sources[is_nearer] = torch.where(is_nearer, left, least), source
         pairs = zip(found.samples.tolist(), sources.tolist(), strict=True)
         sentences = [f"sample {sample} attends to {words}sample {source}" for sample, source in pairs]
         yield EXCHANGED if parts else "", and_more(sentences), value

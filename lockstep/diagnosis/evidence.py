@@ -27,10 +27,11 @@ def are_equal(tensor: torch.Tensor) -> bool:
     return bool((tensor == tensor.flatten()[0]).all())
 
 
-def are_one_factor(weights: torch.Tensor, largest: float | None = None) -> bool:
-    """Whether all weights are the same, as exactly as factors are measured: in proportion to the `largest` one (default: of these)."""
-    largest = float(weights.abs().max()) if largest is None else largest
-    return float((weights - weights.mean()).abs().max()) <= SAME_FACTOR * largest
+def are_one_factor(weights: torch.Tensor, least: float = 0.0) -> bool:
+    """Whether all weights are the same, as exactly as factors are measured: in proportion to the largest of them, or to `least`."""
+    return float((weights - weights.mean()).abs().max()) <= SAME_FACTOR * max(
+        float(weights.abs().max()), least
+    )
 
 
 def name_factor(factor: float, sizes: dict[str, int], near: float) -> list[str]:
@@ -62,7 +63,7 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
 
     Dropout zeroes scattered elements, and the others are larger to make up for it. The mask is random, so the fraction of zeros is p
     only by chance. The others must be 1 / (1 - p) times the reference, for a p as near to the fraction as chance allows. Zeros that
-    fill rows are no dropout, nor are those of a pattern, which has as many in every row or column, or is the same in all samples.
+    fill rows are no dropout, nor are those of a pattern, which has as many in every row or column.
     """
     is_zeroed = (own == 0) & (reference != 0)
     count, fraction = int(is_zeroed.sum()), float(is_zeroed.double().mean())
@@ -85,8 +86,7 @@ def dropped_elements(own: torch.Tensor, reference: torch.Tensor) -> float | None
     are_scattered = float(columns.max()) < 1 and float((rows > 0).double().mean()) > min(
         0.5, fraction * own.shape[-1] / 2
     )
-    is_repeated = own.ndim > 2 and len(own) > 1 and bool((is_zeroed == is_zeroed[:1]).all())
-    is_pattern = is_repeated or any(map(_are_too_even, (rows, columns), (own.shape[-1], len(rows))))
+    is_pattern = any(map(_are_too_even, (rows, columns), (own.shape[-1], len(rows))))
     return fraction if are_scattered and not is_pattern else None
 
 

@@ -67,13 +67,20 @@ def _of_axis(case: Case, word: str) -> str:
         # A stage hands them on to the first module of the next one.
         before = outputs[max(0, outputs.index(case.path) - 1)]
         layer = names.layer_of(case.path)
-        return "pipeline" * (case.mesh.pp > 1 and layer > 0 and names.layer_of(before) < layer)
+        is_handed_on = names.layer_of(before) < layer and layer in _first_layers(case)
+        return "pipeline" * is_handed_on
     # Each rank has its own positions from the batch on. Attention brings them together. Tensor parallelism moves positions and heads as well.
     is_of_cp = case.mesh.cp > 1 and case.mesh.tp == 1
     begins = word == "position" and all(
         names.layer_of(name) < 0 for name in outputs[: outputs.index(case.path)]
     )
     return "context parallelism" * (is_of_cp and (begins or case.path.endswith(".o_proj.input")))
+
+
+def _first_layers(case: Case) -> set[int]:
+    """Return the numbers of the layers that stages of a pipeline begin with."""
+    stages = case.dump.contract.get("cuts", {}).get("pp", {}).get("units", [])
+    return {units[0] for of_rank in stages for units in of_rank if units and isinstance(units[0], int)}
 
 
 def _moved(case: Case, own: torch.Tensor, right: torch.Tensor, places: list[int], dim: int) -> dict[int, int]:

@@ -43,7 +43,9 @@ def _how_wrong(case: Case) -> str:
     ]
     if pairs:
         labels = [tensor_of("batch/labels").chunk(dp) for tensor_of in (case.own, case.reference)]
-        are_samples = torch.equal(labels[0][pairs[0][0]], labels[1][pairs[0][1]])
+        are_samples = case.first == "batch/input_ids" and torch.equal(
+            labels[0][pairs[0][0]], labels[1][pairs[0][1]]
+        )
         what = "samples" if are_samples else case.first.removeprefix("batch/").replace("_", " ")
         return f"DP rank {pairs[0][0]} was given the {what} of DP rank {pairs[0][1]}" + " alone" * (
             not are_samples

@@ -161,9 +161,7 @@ def of_two_steps(case: Case) -> Cause | None:
     if case.step == 1 or case.wrong("backward"):
         return None
     weights = _one_solution(_solved(case, some_known(case), case.at_step(case.step - 1)))
-    if weights is None or not evidence.are_one_factor(
-        weights - weights.mean(1, keepdim=True), float(weights.abs().max())
-    ):
+    if weights is None or not _are_equal_within(weights.transpose(1, 2).flatten(0, 1)):
         return None
     if float(weights[1].abs().max()) <= evidence.SAME_FACTOR:
         return None  # nothing of the step before
@@ -198,9 +196,8 @@ def _one_solution(solutions: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the weights of the first gradient if all have the same."""
     if not solutions:
         return None
-    largest = evidence.SAME_FACTOR * float(solutions[0].abs().max())
-    are_same = all(float((each - solutions[0]).abs().max()) <= largest for each in solutions)
-    return solutions[0] if are_same else None
+    groups = torch.stack(solutions, -1).flatten(0, -2)
+    return solutions[0] if _are_equal_within(groups) else None
 
 
 def one_factor(case: Case) -> Cause | None:
@@ -244,14 +241,14 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
     `weights` (dp, micro batches) are those with which each DP rank's micro batches count in `what`; 1 is right.
     """
     by_dp, by_micro, largest = weights.mean(dim=1), weights.mean(dim=0), float(weights.abs().max())
-    if not evidence.are_one_factor(by_dp, largest):
-        if not evidence.are_one_factor((weights - by_dp[:, None]).flatten(), largest):
+    if not evidence.are_one_factor(by_dp):
+        if not _are_equal_within(weights):
             return None
         shown = _in_digits(by_dp, largest, 3)
         return Cause("rank weights", f"in {what} the DP ranks have different weights ({shown}; 1 is right)")
-    if not evidence.are_one_factor((weights - by_micro).flatten(), largest):
+    if not _are_equal_within(weights.T):
         return None
-    if not evidence.are_one_factor(by_micro, largest):
+    if not evidence.are_one_factor(by_micro):
         # Products of 16 bits leave the third digit unknown.
         shown = _in_digits(by_micro, largest, 3 if case.options["precision"] == "fp32" else 2)
         return Cause(
@@ -264,6 +261,15 @@ def cause_of_weights(case: Case, weights: torch.Tensor, what: str) -> Cause | No
         return None
     cause = "accumulation" if names and all("accumulation" in name for name in names) else "gradient scale"
     return Cause(cause, f"{what} is {case.in_words(factor)} times what it should be, evenly for all samples")
+
+
+def _are_equal_within(groups: torch.Tensor) -> bool:
+    """Whether the weights of each group are the same. `groups` are the rows.
+
+    Weights are measured in the gradient that they make, so those beside larger ones are as inexact as these, but not beyond 1.
+    """
+    least = min(1.0, float(groups.abs().max()))
+    return all(evidence.are_one_factor(group, least) for group in groups)
 
 
 def _in_digits(weights: torch.Tensor, largest: float, digits: int) -> str:

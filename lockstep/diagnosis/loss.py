@@ -128,25 +128,30 @@ def _groups(case: Case, labels: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def labels_of_a_shard(case: Case) -> Cause | None:
     """The gradient of the logits is wrong exactly for the tokens whose labels lie in some shards of the vocabulary."""
-    if case.first != case.names.logits_gradient or "tp" not in case.sharded(case.first):
+    if case.first != case.names.logits_gradient:
         return None
     own, reference = case.own(case.first), case.reference(case.first)
-    labels = case.own("batch/labels").long().flatten()
-    error = (own - reference).flatten(0, -2).norm(dim=1)
-    is_wrong = error > LEFT * float(error.max())
-    shard_size = -(-own.shape[-1] // case.mesh.tp)
-    shards = labels // shard_size  # as torch.chunk cuts
-    if case.explains(case.first, _weights(own, reference)[..., None] * reference):
-        return None  # the loss of each token is right, and counts otherwise
+    error = (own - reference).norm(dim=-1)
+    shards = _shards(case, error > LEFT * float(error.max()))
+    if not shards or case.explains(case.first, _weights(own, reference)[..., None] * reference):
+        return None  # or the loss of each token is right, and counts otherwise
+    return Cause(
+        SHARDS,
+        f"the logits are right; their gradient is wrong for all tokens whose label is in the shard of {shards}, and for no others",
+    )
+
+
+def _shards(case: Case, is_wrong: torch.Tensor) -> str:
+    """Return the tp ranks whose shards of the vocabulary have the labels of all wrong tokens, and of no others; "" if there are none."""
+    if "tp" not in case.sharded(case.first):
+        return ""
+    shard_size = -(-case.own(case.first).shape[-1] // case.mesh.tp)  # as torch.chunk cuts
+    shards = case.own("batch/labels").long() // shard_size
     wrong, right = set(shards[is_wrong].tolist()), set(shards[~is_wrong].tolist())
     few = min(int(is_wrong.sum()), int((~is_wrong).sum()))
     if wrong & right or few < 8:
-        return None
-    return Cause(
-        SHARDS,
-        "the logits are right; their gradient is wrong for all tokens whose label is in the shard of tp rank "
-        f"{', '.join(map(str, sorted(wrong)))}, and for no others",
-    )
+        return ""
+    return f"tp rank {', '.join(map(str, sorted(wrong)))}"
 
 
 def weights_of_samples(case: Case) -> Cause | None:
@@ -176,9 +181,10 @@ def weights_of_tokens(case: Case) -> Cause | None:
     if _is_one_factor(case) or not case.explains(case.first, weights[..., None] * right):
         return None
     groups: list[list[float]] = []
-    largest = float(weights.abs().max())
     for weight in weights[~is_zero].sort().values.tolist():
-        if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * largest:
+        if not groups or weight - groups[-1][-1] > evidence.SAME_FACTOR * max(
+            abs(weight), abs(groups[-1][-1])
+        ):
             groups.append([])
         groups[-1].append(weight)
     if not 1 < len(groups) <= FEW + 1:
@@ -188,7 +194,9 @@ def weights_of_tokens(case: Case) -> Cause | None:
         f"{len(group)} token{'s' * (len(group) > 1)} count{'s' * (len(group) == 1)} {mean:.4g} times"
         for group, mean in zip(groups, means, strict=True)
     ]
-    return Cause("token weights", f"in the gradient of the logits, {', '.join(shown)} (1 is right)")
+    shards = _shards(case, (weights - 1).abs() > evidence.SAME_FACTOR)
+    whose = f"; those whose weight is wrong have their label in the shard of {shards}" * bool(shards)
+    return Cause("token weights", f"in the gradient of the logits, {', '.join(shown)} (1 is right){whose}")
 
 
 def _weights(own: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -161,8 +161,9 @@ def scaled(case: Case) -> Cause | None:
     factor = case.factor(rows)
     if factor is None or not have_many_values(case, rows):
         return None
-    which = "all parameters" if len(rows) == len(case.judged("parameter")) else paths(rows)
-    others = case.unjudged_replicas(row.name for row in case.judged("parameter"))
+    judged = case.judged("parameter")
+    which = "all parameters" if len(rows) == len(judged) else paths(rows)
+    others = case.unjudged_replicas(row.name for row in rows)
     return Cause(
         "update scale", f"the change of {which} is {evidence.shown(factor)} times what it should be{others}"
     )
@@ -192,6 +193,12 @@ def _of_decay(case: Case, decayed: Callable[[str], torch.Tensor]) -> Cause | Non
     if not errors or not all(math.isclose(error, errors[0], rel_tol=2 * LEFT) for error in errors):
         return None
     names = paths(rows)
+    without_rate = case.options["weight_decay"] * (1 / case.rate - 1)
+    if without_rate and math.isclose(errors[0], without_rate, rel_tol=LEFT):
+        return Cause(
+            "weight decay",
+            f"the moments are right; the weight decay of {names} is not multiplied by the learning rate",
+        )
     if abs(errors[0]) > MOST_DECAY:
         return Cause(
             "weights",

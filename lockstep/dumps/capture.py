@@ -135,15 +135,10 @@ class Capture:
         self.fed = fed
         called = strategy.called()
         self.called_with = set[str]().union(*(places for _, places in called))
-        # Of each call of the model that has begun, whether it computes gradients. Nothing is written of one that does not.
-        self.calls: list[bool] = []
-        self.handles = []
-        for module, places in called:
-            self.handles += [
-                module.register_forward_pre_hook(_untraced(self._begin_call)),
-                module.register_forward_pre_hook(_untraced(self._see_batch, places), with_kwargs=True),
-                module.register_forward_hook(_untraced(self._end_call), always_call=True),
-            ]
+        self.handles = [
+            module.register_forward_pre_hook(_untraced(self._see_batch, places), with_kwargs=True)
+            for module, places in called
+        ]
         names = self.layout.names
         by_name = {
             name: module
@@ -158,6 +153,16 @@ class Capture:
             )
         for name, module in by_name.items():
             self.handles.append(module.register_forward_hook(_untraced(self._see_outputs, name)))
+        # Of each call that has begun of the model or of a part that a loss may call, whether it computes gradients. Nothing is written of one
+        # that does not. These hooks come first and last.
+        self.calls: list[bool] = []
+        parts = {module for module, _ in called}
+        parts |= {module for name, module in strategy.model.named_modules() if name == names.base}
+        for module in parts:
+            self.handles += [
+                module.register_forward_pre_hook(_untraced(self._begin_call), prepend=True),
+                module.register_forward_hook(_untraced(self._end_call), always_call=True),
+            ]
 
     def _open(self, strategy: Captured, step: int) -> None:
         """Open the file of a step on every rank. Collective."""

@@ -50,9 +50,13 @@ def keep_memory() -> None:
 
 
 def own_memory() -> int:
-    """Return the bytes of memory that are this process's alone, without files that it has mapped."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
+    """Return the bytes of memory that are this process's alone, without files that it has mapped; 0 if the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def give_back_memory() -> None:

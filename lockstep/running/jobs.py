@@ -203,6 +203,9 @@ def run_group(jobs: list[Job], done: Path, listener: socket.socket | None) -> in
     for job in jobs:
         begin = time.perf_counter()
         try:
+            if job["strategy"] != REFERENCE:
+                # Before the functions are kept: what a module changes when it is imported, stays.
+                preload_strategy(strategies.spec_of(job["strategy"]))
             with _functions_restored():
                 line = run(job)
         except (UserError, TrainingFailure):

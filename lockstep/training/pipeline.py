@@ -165,11 +165,17 @@ class Pipeline:
         return cuts.rank_of(self.name, stage, self.size)
 
     def called(self, further: dict[str, str | int]) -> CalledModules:
-        """The stages that are called with parts of a batch, and where among the arguments of each these are."""
+        """The stages, and where among the arguments of each the parts of a batch are that it is called with."""
         first: CalledModules = [
             (stage, {"input_ids": 0, **further}) for stage in self.stages if stage.embedding is not None
         ]
-        return first + [(stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None]
+        last: CalledModules = [
+            (stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None
+        ]
+        between: CalledModules = [
+            (stage, {}) for stage in self.stages if stage.embedding is None and stage.head is None
+        ]
+        return [*first, *last, *between]
 
     def prepare(self, rows: int, positions: int, hidden_positions: int, dtype: torch.dtype) -> None:
         """Make the schedule, for micro batches of this shape. `hidden_positions` are those that a rank has between stages."""

@@ -123,10 +123,8 @@ class Factors:
         """
         if reference.numel() >= LEAST and bool(reference.any()):
             projections = project(name, own, yardstick, reference, is_weight)
-            # A yardstick of another kind of processor has rounding errors that the run does not have. So has any, of a run that rounds less.
-            if farthest(projections, 1, self.nothing).multiple > 1 and (
-                self.nothing > NOTHING or _is_nearer(own, reference, yardstick)
-            ):
+            # The yardstick may have rounding errors that the run does not have: of another kind of processor, or of a run that rounds less
+            if farthest(projections, 1, self.nothing).multiple > 1:
                 projections.from_reference = project(name, own, reference, reference, is_weight)
             projections.rank = rank
             self.found.append(projections)
@@ -143,23 +141,24 @@ class Factors:
         return [factor for factor in factors if factor.multiple > 1]
 
 
-def _is_nearer(own: torch.Tensor, reference: torch.Tensor, yardstick: torch.Tensor) -> bool:
-    """Whether a tensor is nearer to the reference than to the yardstick."""
-    of_reference, of_yardstick = (float((own.double() - other).norm()) for other in (reference, yardstick))
-    return of_reference < of_yardstick
-
-
 def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     """Return the part of a tensor that has the largest multiple of what is tolerated of one of `number` projections.
 
     Its excess is 0 if that is not beyond. A part that agrees with the reference counts as right, even if the yardstick does not
-    agree.
+    agree. On the same kind of processor, at least a third of the excess must be the yardstick's. What the yardstick is off on all of the
+    tensor is taken off its parts.
     """
     tolerated = tolerated_of(one, number, nothing)
     multiple = np.abs(one.excess) / tolerated
     if one.from_reference is not None:
-        of_reference = np.abs(one.from_reference.excess) / tolerated_of(one.from_reference, number, nothing)
-        multiple = np.where(of_reference <= 1, np.minimum(multiple, of_reference), multiple)
+        excess = one.from_reference.excess
+        of_reference = np.abs(excess) / tolerated_of(one.from_reference, number, nothing)
+        is_right = of_reference <= 1
+        if nothing <= NOTHING:
+            is_right &= np.abs(excess) <= np.abs(one.excess) * (2 / 3)
+            if is_right[WHOLE]:
+                multiple = np.abs(one.excess - (one.excess[WHOLE] - excess[WHOLE])) / tolerated
+        multiple = np.where(is_right, np.minimum(multiple, of_reference), multiple)
     index = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[index]) <= tolerated[index]:
         index = WHOLE  # the part is off like all of the tensor

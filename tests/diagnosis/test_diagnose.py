@@ -89,7 +89,8 @@ def test_a_fixed_pattern_of_zeros_is_no_dropout():
     rows, columns = torch.arange(128)[:, None], torch.arange(128)
     drawn = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1)) >= 1 / 16
     pattern = ((7 * rows + 11 * columns) % 16 != 0).expand(2, -1, -1)
-    for keep, is_dropout in ((drawn, True), (pattern, False), (drawn[:1].expand(2, -1, -1), False)):
+    # Ranks with one seed drop the same.
+    for keep, is_dropout in ((drawn, True), (pattern, False), (drawn[:1].expand(2, -1, -1), True)):
         assert (evidence.dropped_elements(exact * keep * 16 / 15, exact) is not None) == is_dropout
 
 
@@ -99,6 +100,8 @@ def test_a_fixed_pattern_of_zeros_is_no_dropout():
         ([[1e-3], [2e-3]], "rank weights"),  # as of a loss scale that is taken off wrongly
         ([[5e-3, 2.5e-3], [5e-3, 2.5e-3]], "accumulation"),
         ([[1e-3, 2e-3], [2e-3, 1e-3]], None),
+        ([[1, 1.5], [200, 200]], None),  # whose ranks have no weight of their own
+        ([[0, 1e-3], [1, 1]], "rank weights"),  # in bfloat16, zero is not measured better
     ],
 )
 def test_small_weights_are_told_apart(weights, name):
@@ -531,7 +534,8 @@ def test_updates_that_are_not_the_same_on_all_ranks():
 
 
 AXES = {
-    ("sample", "model.layers.1.input_layernorm", "pp"): "pipeline",
+    ("sample", "model.layers.2.input_layernorm", "pp"): "pipeline",
+    ("sample", "model.layers.1.input_layernorm", "pp"): "",  # within a stage
     ("sample", "model.layers.1.mlp.up_proj", "pp"): "",
     ("sample", "model.layers.0.input_layernorm", "pp"): "",
     ("sample", "model.layers.1.input_layernorm", "cp"): "",
@@ -547,15 +551,17 @@ AXES = {
 def test_an_axis_is_named_where_it_sends_pieces_on(word, path, axis):
     layer = ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj.input", "mlp.up_proj")
     of_layers = [
-        f"model.layers.{number}{name}" for number in (0, 1) for name in (*(f".{one}" for one in layer), "")
+        f"model.layers.{number}{name}" for number in range(4) for name in (*(f".{one}" for one in layer), "")
     ]
     rows = {
         name: SimpleNamespace(kind="forward", path=name)
         for name in ("model.embed_tokens", "model.rotary_emb", *of_layers)
     }
     mesh = SimpleNamespace(**{"tp": 1, "pp": 1, "cp": 1, axis: 2})
+    cuts = {"pp": {"units": [[["embedding", 0, 1]], [[2, 3, "head"]]]}} if axis == "pp" else {}
+    dump = SimpleNamespace(contract={"cuts": cuts})
     case = SimpleNamespace(
-        first=f"forward/{path}", path=path, rows=rows, mesh=mesh, names=Written.layout.names
+        first=f"forward/{path}", path=path, rows=rows, mesh=mesh, names=Written.layout.names, dump=dump
     )
     assert exchanged._of_axis(case, word) == AXES[word, path, axis]
 
@@ -632,6 +638,22 @@ def test_weights_that_are_all_equal_show_the_configured_weight_decay_only(config
     assert (update_rules.other_decay(case) is not None) is is_named
     ones["parameter/col.weight"][0, 0] = 2.0
     assert update_rules.other_decay(case).evidence.endswith("is off by +0.1")
+
+
+def test_weight_decay_that_is_not_multiplied_by_the_learning_rate():
+    row, before = SimpleNamespace(name="parameter/row.weight", path="row.weight"), before_of("row.weight")
+    case = SimpleNamespace(
+        wrong=lambda kind: [row],
+        before=lambda name: before,
+        updated=lambda name: before * (1 - RATE * 0.1),
+        own=lambda name: before * (1 - 0.1),
+        explains=lambda name, value: torch.allclose(value, before * (1 - 0.1)),
+        rate=RATE,
+        options={"weight_decay": 0.1},
+    )
+    found = update_rules.other_decay(case)
+    said = "the moments are right; the weight decay of row.weight is not multiplied by the learning rate"
+    assert (found.name, found.evidence) == ("weight decay", said)
 
 
 def test_moments():
@@ -853,6 +875,11 @@ LOGITS = "backward/lm_head"
         ),
         ([1, 1, 1, 1, 1, 1, 1, 0.5], "1 token counts 0.5 times, 7 tokens count 1 times (1 is right)"),
         ([2, 2, 2, 2, 2, 2, 2, 2], None),  # a factor
+        (
+            [0, 0, 1, 1, 1, 1, 200, 200],
+            "2 tokens count 0 times, 4 tokens count 1 times, 2 tokens count 200 times (1 is right)",
+        ),
+        ([1e-3] * 4 + [2e-3] * 4, "4 tokens count 0.001 times, 4 tokens count 0.002 times (1 is right)"),
         ([1, 2, 3, 4, 5, 6, 7, 8], None),  # as many weights as tokens
     ],
 )
@@ -866,6 +893,7 @@ def test_weights_of_tokens(weights, said, off):
         names=SimpleNamespace(logits_gradient=LOGITS),
         own=lambda name: own,
         right=lambda name: right,
+        sharded=lambda name: {},
         explains=lambda name, value: float((own - value).norm()) <= 1e-9 * float(own.norm()),
     )
     found = loss_rules.weights_of_tokens(case)
@@ -888,6 +916,9 @@ def test_the_labels_of_a_shard_are_told_from_weights_of_tokens(are_weights):
     case.sharded, case.mesh, case.reference = lambda name: {"tp": 2}, SimpleNamespace(tp=2), case.right
     found = loss_rules.labels_of_a_shard(case)
     assert found is None if are_weights else "in the shard of tp rank 1, and for no others" in found.evidence
+    found = loss_rules.weights_of_tokens(case)
+    said = "those whose weight is wrong have their label in the shard of tp rank 1"
+    assert found.evidence.endswith(said) if are_weights else found is None
 
 
 def summed_in_bfloat16(z, y):

@@ -161,7 +161,7 @@ class ValidatedInTheStep(DDP):
     def forward_backward(self, micro_batches):
         loss = super().forward_backward(micro_batches)
         with torch.no_grad(), self.config.autocast(self.device):
-            self.model(input_ids=micro_batches[0][0].flip(1), use_cache=False)
+            self.model.model(input_ids=micro_batches[0][0].flip(1), use_cache=False)
         return loss
 
 

@@ -288,6 +288,12 @@ class TestBatch:
         (found,) = (rule(seen) for rule in BATCH_RULES)
         assert found.evidence == f"DP rank 0 was given the {what}"
 
+    def test_labels_alone(self):
+        seen = Seen("batch/labels", torch.cat([self.ids[2:], self.ids[2:]]), self.ids)
+        seen.odd_ranks = lambda name: []
+        (found,) = (rule(seen) for rule in BATCH_RULES)
+        assert found.evidence == "DP rank 0 was given the labels of DP rank 1 alone"
+
 
 class TestDocumentsTogether:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 1, 2, 3]])

@@ -114,6 +114,16 @@ def test_what_is_right_is_none_the_worse_for_a_yardstick_that_is_not(nothing):
         assert len(factors.beyond()) == number
 
 
+def test_where_errors_are_independent_a_factor_of_a_part_is_no_error_of_the_yardstick():
+    reference = torch.randn(2, 16, 64, dtype=torch.float64)
+    own = reference + noise("element", reference)
+    own[..., :8] *= 1.03
+    yardstick = reference + noise("element", reference)
+    assert float((own - reference).norm()) < float((own - yardstick).norm())
+    (one,) = found(own, yardstick, reference)
+    assert one.part == (2, 0, 8)
+
+
 def test_where_the_run_rounds_as_the_yardstick_does_a_factor_within_the_rounding_errors_is_seen():
     reference = torch.randn(SHAPE, dtype=torch.float64)
     yardstick = reference + noise("element", reference)
