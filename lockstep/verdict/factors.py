@@ -151,13 +151,13 @@ def farthest(one: Projections, number: int, nothing: float = NOTHING) -> Factor:
     tolerated = tolerated_of(one, number, nothing)
     multiple = np.abs(one.excess) / tolerated
     if one.from_reference is not None:
-        excess = one.from_reference.excess
-        of_reference = np.abs(excess) / tolerated_of(one.from_reference, number, nothing)
+        by_reference = one.from_reference.excess
+        of_reference = np.abs(by_reference) / tolerated_of(one.from_reference, number, nothing)
         is_right = of_reference <= 1
         if nothing <= NOTHING:
-            is_right &= np.abs(excess) <= np.abs(one.excess) * (2 / 3)
+            is_right &= np.abs(by_reference) <= np.abs(one.excess) * (2 / 3)
             if is_right[WHOLE]:
-                multiple = np.abs(one.excess - (one.excess[WHOLE] - excess[WHOLE])) / tolerated
+                multiple = np.abs(one.excess - (one.excess[WHOLE] - by_reference[WHOLE])) / tolerated
         multiple = np.where(is_right, np.minimum(multiple, of_reference), multiple)
     index = int(multiple.argmax())
     if multiple[WHOLE] > 1 and abs(one.excess[WHOLE] - one.excess[index]) <= tolerated[index]:
