@@ -161,8 +161,7 @@ def scaled(case: Case) -> Cause | None:
     factor = case.factor(rows)
     if factor is None or not have_many_values(case, rows):
         return None
-    judged = case.judged("parameter")
-    which = "all parameters" if len(rows) == len(judged) else paths(rows)
+    which = "all parameters" if len(rows) == len(case.judged("parameter")) else paths(rows)
     others = case.unjudged_replicas(row.name for row in rows)
     return Cause(
         "update scale", f"the change of {which} is {evidence.shown(factor)} times what it should be{others}"

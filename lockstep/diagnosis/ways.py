@@ -80,8 +80,8 @@ def nearest(
     """Return (name of the cause, what is done) of the way that gives what the run has; None if none does, or if several do.
 
     `own` and `right` have the shape of the outputs, and may be some samples of the first wrong tensor. `wrong` is a mask of the parts that
-    count. A way without a name is a rival. `again` is the right way from what the run had, whose errors may be too small to be seen where they are made. It is a rival without
-    a name, and so are multiples of it and of the right output, which many bugs give.
+    count. `again` is the right way from what the run had, whose errors may be too small to be seen where they are made. It is a rival
+    without a name, and so are multiples of it and of the right output, which many bugs give, and each of `ways` whose name is "".
     """
     known = again.nan_to_num()
     multiples = (evidence.multiple_of(own * wrong, value * wrong) * value for value in (right, known))

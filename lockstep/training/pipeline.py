@@ -166,16 +166,15 @@ class Pipeline:
 
     def called(self, further: dict[str, str | int]) -> CalledModules:
         """The stages, and where among the arguments of each the parts of a batch are that it is called with."""
-        first: CalledModules = [
-            (stage, {"input_ids": 0, **further}) for stage in self.stages if stage.embedding is not None
-        ]
-        last: CalledModules = [
-            (stage, {"labels": "labels"}) for stage in self.stages if stage.head is not None
-        ]
-        between: CalledModules = [
-            (stage, {}) for stage in self.stages if stage.embedding is None and stage.head is None
-        ]
-        return [*first, *last, *between]
+        called: CalledModules = []
+        for stage in self.stages:
+            places: dict[str, str | int] = {}
+            if stage.embedding is not None:
+                places |= {"input_ids": 0, **further}
+            if stage.head is not None:
+                places["labels"] = "labels"
+            called.append((stage, places))
+        return called
 
     def prepare(self, rows: int, positions: int, hidden_positions: int, dtype: torch.dtype) -> None:
         """Make the schedule, for micro batches of this shape. `hidden_positions` are those that a rank has between stages."""
